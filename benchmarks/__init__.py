@@ -1,0 +1,1 @@
+"""Benchmarks of pallas_attn beside its peers: `python -m benchmarks.run`."""

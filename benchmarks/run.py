@@ -1,0 +1,321 @@
+"""Times pallas_attn beside its peers: `python -m benchmarks.run --suite dense --quick`.
+
+Everything is compiled first, in threads; then, case by case, each implementation is checked against
+a float32 reference on the very inputs that it is timed with, and those that are right are timed in
+turn. What is absent, refuses a case, fails or is wrong stays in the results as one line. Results
+are JSON lines, each complete in itself; `python -m benchmarks.report` makes tables of them.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+# One region of memory, so that a peer that needs most of the card is not refused for fragments.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+
+from benchmarks import check, impls, report, suites, timing
+
+RESULTS = Path(__file__).parent / "results"
+QUICK_BUDGET_S, BUDGET_S = 170.0, 24 * 3600.0
+COMPILE_SHARE = 0.6  # of the budget; what is not compiled by then is not timed
+
+
+def parse(argv):
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.split("\n")[0])
+
+    def split(text):
+        return [part for part in text.split(",") if part]
+
+    parser.add_argument("--suite", type=split, default=["dense"], help=", ".join(suites.SUITES))
+    parser.add_argument("--impl", type=split, default=split(impls.DEFAULT), help=impls.DEFAULT)
+    parser.add_argument("--mode", type=split, default=["fwd", "bwd"], help="fwd,bwd")
+    parser.add_argument("--filter", default="", help="only cases whose name holds this")
+    parser.add_argument("--quick", action="store_true", help="fewer, shorter repeats; 3 minutes")
+    parser.add_argument("--budget", type=float, help="seconds after which no case is started")
+    parser.add_argument("--repeats", type=int, help="rounds in which all take turns")
+    parser.add_argument("--seconds", type=float, help="length of one implementation's round")
+    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a .jsonl file, or a folder")
+    parser.add_argument("--commit", help="commit hash to record where there is no git")
+    parser.add_argument("--list", action="store_true", help="say what could run here, and stop")
+    args = parser.parse_args(argv)
+    unknown = set(args.mode) - {"fwd", "bwd"}
+    if unknown:
+        parser.error(f"--mode {','.join(sorted(unknown))}: must be fwd, bwd or both")
+    args.repeats = args.repeats or (3 if args.quick else 7)
+    args.seconds = args.seconds or (0.03 if args.quick else 0.06)
+    if args.budget is None:
+        args.budget = QUICK_BUDGET_S if args.quick else BUDGET_S
+    return args
+
+
+def _output(*command):
+    """Returns what a command prints, None where it is missing or fails."""
+    if not shutil.which(command[0]):
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip().split("\n")[0]
+    return None
+
+
+def header(args):
+    """Returns what every result says of its run: card, date, versions, commit, effort."""
+    here = str(Path(__file__).parent.parent)
+    commit = args.commit or _output("git", "-C", here, "rev-parse", "--short", "HEAD")
+    dirty = _output("git", "-C", here, "status", "--porcelain") if commit else None
+    return {
+        "card": jax.devices()[0].device_kind,
+        "started": datetime.datetime.now().isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": commit,
+        "dirty": bool(dirty),
+        "repeats": args.repeats,
+        "seconds": args.seconds,
+        "workers": args.workers,
+    }
+
+
+class Writer:
+    """Appends results to their suite's file as they come, so that a killed run keeps them."""
+
+    def __init__(self, out, run):
+        self.out, self.run, self.records = out, run, []
+
+    def path(self, suite):
+        """Returns the file for a suite: --out itself, or <gpu>_<date>_<suite>.jsonl in it."""
+        if self.out.suffix == ".jsonl":
+            return self.out
+        card = re.sub(r"[^a-z0-9]+", "-", self.run["card"].lower()).strip("-")
+        return self.out / f"{card}_{self.run['started'][:10]}_{suite}.jsonl"
+
+    def add(self, case, mode, impl, quiet=False, **fields):
+        """Writes one result, and prints it unless told not to."""
+        record = {
+            "suite": case.suite,
+            "case": case.name,
+            "mode": mode,
+            "impl": impl.name,
+            "ours": impl.ours,
+            "shape": asdict(case.shape),
+            "mask": asdict(case.mask),
+            "failed": None,
+            **fields,
+            "run": self.run,
+        }
+        self.records.append(record)
+        path = self.path(case.suite)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if not quiet:
+            print(report.line(record), flush=True)
+
+
+def jobs_of(args, cases, present):
+    """Returns the (case, mode, impl) that are to be compiled and timed, in that order."""
+    jobs = []
+    for case in cases:
+        for mode in case.modes:
+            if mode == "tables":
+                chosen = [i for i in present if i.ours and not i.name.endswith(":unplanned")]
+            else:
+                chosen = present if mode in args.mode else []
+            jobs += [(case, mode, impl) for impl in chosen]
+    return jobs
+
+
+def compile_all(jobs, workers, deadline):
+    """Compiles all jobs in threads; returns Programs in the order of the jobs."""
+    pool = ThreadPoolExecutor(workers)
+    futures: list[timing.Programs | Future] = []
+    for case, mode, impl in jobs:
+        reason = impl.unsupported(case)
+        if reason:
+            futures.append(timing.Programs(failed=f"unsupported: {reason}"))
+        else:
+            futures.append(pool.submit(timing.compile_programs, impl, case, mode))
+    programs = []
+    for future in futures:
+        if isinstance(future, timing.Programs):
+            programs.append(future)
+            continue
+        try:
+            programs.append(future.result(max(0.0, deadline - time.perf_counter())))
+        except TimeoutError:
+            programs.append(timing.Programs(failed="not compiled within the budget"))
+    pool.shutdown(wait=False, cancel_futures=True)
+    return programs
+
+
+def device_is_lost():
+    """Returns whether the device stopped answering, as it does after an illegal access."""
+    try:
+        return int(jax.numpy.arange(3).sum()) != 3
+    except Exception:
+        return True
+
+
+class Row:
+    """One case and mode: checks every implementation, times the right ones, writes all."""
+
+    def __init__(self, case, inputs, raw, expected):
+        self.case, self.inputs, self.raw, self.expected = case, inputs, raw, expected
+
+    def calls(self, mode, programs):
+        """Checks one implementation and returns what to time and its errors.
+
+        Returns:
+            {label: function without arguments} and {result: relative error}.
+
+        Raises:
+            RuntimeError: With one line, if it is too large or wrong.
+        """
+        run = programs.calls
+        q, k, v, dout = self.inputs
+        reason = timing.too_large(run)
+        if reason:
+            raise RuntimeError(reason)
+        operands = run["prepare"](self.raw)
+        if mode == "bwd":
+            out, pullback = run["vjp"](q, k, v, operands)
+            dq, dk, dv = run["bwd"](pullback, dout)
+            results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+            calls = {"bwd": lambda: run["bwd"](pullback, dout)}
+        else:
+            results = {"out": run["fwd"](q, k, v, operands)}
+            calls = {"fwd": lambda: run["fwd"](q, k, v, operands)}
+        if mode == "tables":
+            many = jax.tree.map(lambda x: jax.numpy.stack([x] * timing.PLANS_IN_ONE_CALL), self.raw)
+            calls["plan_many"] = lambda: run["plan_many"](many)
+            calls["plan_and_forward"] = lambda: run["plan_and_forward"](q, k, v, self.raw)
+        errors = self.expected.errors(**results)
+        reason = self.expected.objection(errors)
+        if reason:
+            raise RuntimeError(reason)
+        return calls, errors
+
+    def time(self, mode, pairs, args, writer):
+        """Runs one mode for all implementations.
+
+        Args:
+            mode: "fwd", "bwd" or "tables".
+            pairs: (impl, Programs) in the order to run them.
+            args: The command line's repeats and seconds.
+            writer: Where the results go.
+        """
+        errors, calls = {}, {}
+        for impl, programs in pairs:
+            failed = programs.failed
+            if not failed:
+                try:
+                    made, errors[impl] = self.calls(mode, programs)
+                    calls.update({(impl, label): call for label, call in made.items()})
+                except Exception as error:
+                    failed = str(error) if type(error) is RuntimeError else timing.one_line(error)
+            if failed:
+                writer.add(self.case, mode, impl, failed=failed)
+        timings = timing.measure(calls, args.repeats, args.seconds)
+        for impl, programs in pairs:
+            if impl in errors:
+                mine = {label: t for (i, label), t in timings.items() if i is impl}
+                writer.add(self.case, mode, impl, **self.fields(mode, mine, programs, errors[impl]))
+
+    def fields(self, mode, timings, programs, errors):
+        """Returns what a result says beyond who and what."""
+        broken = [t for t in timings.values() if isinstance(t, Exception)]
+        if broken:
+            return {"failed": timing.one_line(broken[0])}
+        fields = {
+            "errors": {name: float(f"{e:.3g}") for name, e in errors.items()},
+            "lower_s": round(programs.lower_s, 3),
+            "compile_s": round(programs.compile_s, 3),
+        }
+        if mode == "tables":
+            ms = {label: t.as_record()["ms"] for label, t in timings.items()}
+            plan = ms["plan_many"] / timing.PLANS_IN_ONE_CALL
+            fields["forward_ms"] = ms["fwd"]
+            fields["plan_and_forward_ms"] = ms["plan_and_forward"]
+            fields["share_of_forward"] = round(plan / ms["fwd"], 4)
+            return fields | {"ms": round(plan, 5)}
+        record = timings[mode].as_record()
+        work = suites.flops(self.case, mode)
+        fields |= {"gflop": work / 1e9, "tflops": float(f"{work / record['ms'] / 1e9:.5g}")}
+        return fields | record
+
+
+def run_case(case, rows, args, writer):
+    """Makes the inputs and the reference of one case, then runs its modes."""
+    raw = impls.raw_operands(case)
+    try:
+        inputs = jax.block_until_ready(check.make_inputs(case.shape))
+        expected = check.Reference(case, inputs, raw)
+    except Exception as error:
+        for mode, pairs in rows.items():
+            for impl, _ in pairs:
+                writer.add(case, mode, impl, failed=f"no reference: {timing.one_line(error)}")
+        return
+    row = Row(case, inputs, raw, expected)
+    for mode, pairs in rows.items():
+        row.time(mode, pairs, args, writer)
+
+
+def main(argv=None):
+    """Runs the benchmarks; returns the exit status: 1 if one of ours failed, was wrong or lost."""
+    start = time.perf_counter()
+    warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
+    args = parse(argv)
+    cases = suites.select(args.suite, args.filter)
+    wanted = [impls.make(spec) for spec in dict.fromkeys(args.impl)]
+    reasons = {impl: impl.absent() for impl in wanted}
+    run = header(args)
+    print(json.dumps(run), flush=True)
+    for impl, reason in reasons.items():
+        print(f"{impl.name:24s} {'absent: ' + reason if reason else 'here'}", flush=True)
+    if args.list:
+        for case in cases:
+            print(f"{case.suite:10s} {case.name:32s} {suites.flops(case, 'fwd') / 1e9:.1f} GFLOP")
+        return 0
+    writer = Writer(args.out, run)
+    for case, mode, impl in jobs_of(args, cases, [i for i in wanted if reasons[i]]):
+        writer.add(case, mode, impl, quiet=True, failed=f"absent: {reasons[impl]}")
+    jobs = jobs_of(args, cases, [i for i in wanted if not reasons[i]])
+    programs = compile_all(jobs, args.workers, start + args.budget * COMPILE_SHARE)
+    print(f"{len(jobs)} programs compiled at {time.perf_counter() - start:.0f} s", flush=True)
+    for case in cases:
+        rows = {}
+        for (c, mode, impl), compiled in zip(jobs, programs, strict=True):
+            if c is case:
+                rows.setdefault(mode, []).append((impl, compiled))
+        if time.perf_counter() - start > args.budget or (rows and device_is_lost()):
+            late = time.perf_counter() - start > args.budget
+            why = "not run: the budget was spent" if late else "not run: the device was lost"
+            for mode, pairs in rows.items():
+                for impl, _ in pairs:
+                    writer.add(case, mode, impl, failed=why)
+            continue
+        run_case(case, rows, args, writer)
+    print("\n" + report.tables(writer.records), flush=True)
+    written = sorted({str(writer.path(case.suite)) for case in cases})
+    print(f"\nwrote {' '.join(written)}", flush=True)
+    bad = [r for r in writer.records if r["ours"] and r["failed"]]
+    return int(any(not r["failed"].startswith(("absent", "unsupported")) for r in bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

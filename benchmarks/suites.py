@@ -1,0 +1,229 @@
+"""Named grids of attention work, what each of them computes, and how much of it.
+
+A case is a shape and a mask; it holds no array and knows no implementation. FLOPs are counted
+on visible (query, key) pairs only, so that a skipped block earns nothing.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+KINDS = ("full", "causal", "window", "documents")
+MODES = ("fwd", "bwd", "tables")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call, in pallas_attn's layout [batch, len, heads, dim]."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    dtype: str = "bfloat16"
+
+    @property
+    def q(self):
+        return (self.batch, self.q_len, self.q_heads, self.head_dim)
+
+    @property
+    def k(self):
+        return (self.batch, self.kv_len, self.kv_heads, self.head_dim)
+
+    @property
+    def v(self):
+        return (self.batch, self.kv_len, self.kv_heads, self.v_dim)
+
+    @property
+    def out(self):
+        return (self.batch, self.q_len, self.q_heads, self.v_dim)
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """Which keys a query sees, said without any library's mask objects.
+
+    Attributes:
+        kind: "full", "causal" (top-left), "window" or "documents" (causal inside each).
+        left: Keys a window shows before the query's own position.
+        right: Keys a window shows after it.
+        lengths: Lengths of the packed documents, in tokens; they add up to the row.
+    """
+
+    kind: str
+    left: int = 0
+    right: int = 0
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind=} must be one of {KINDS}")
+
+    @property
+    def label(self):
+        match self.kind:
+            case "window":
+                return f"window({self.left},{self.right})"
+            case "documents":
+                return f"{len(self.lengths)} documents"
+            case kind:
+                return kind
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a suite."""
+
+    suite: str
+    shape: Shape
+    mask: MaskSpec
+    modes: tuple[str, ...] = field(default=("fwd", "bwd"))
+
+    @property
+    def name(self):
+        s = self.shape
+        dims = f"D{s.head_dim}" if s.v_dim == s.head_dim else f"D{s.head_dim}/{s.v_dim}"
+        heads = f"h{s.q_heads}" if s.kv_heads == s.q_heads else f"h{s.q_heads}/{s.kv_heads}"
+        length = f"{s.q_len // 1024}k" if s.q_len % 1024 == 0 else str(s.q_len)
+        return f"{dims} {heads} {s.batch}x{length} {self.mask.label}"
+
+
+def visible_pairs(shape, mask):
+    """Returns how many (query, key) pairs of one head the mask shows, over the whole batch."""
+    rows = np.arange(shape.q_len, dtype=np.int64)
+    match mask.kind:
+        case "causal":
+            pairs = np.minimum(rows + 1, shape.kv_len).sum()
+        case "window":
+            last = np.minimum(rows + mask.right, shape.kv_len - 1)
+            pairs = np.maximum(last - np.maximum(rows - mask.left, 0) + 1, 0).sum()
+        case "documents":
+            pairs = sum(n * (n + 1) // 2 for n in mask.lengths)
+        case _:
+            pairs = shape.q_len * shape.kv_len
+    return int(pairs) * shape.batch
+
+
+def flops(case, mode):
+    """Returns the floating-point operations of one call, matrix products only.
+
+    Forward, per visible pair and query head: 2 * head_dim for q k^T and 2 * v_dim for p v, which
+    is 4 * D when they are equal. Backward: scores again, dq and dk (2 * head_dim each), dv and
+    dp (2 * v_dim each), which is 10 * D, 2.5 times the forward.
+
+    Source: FlashAttention-3 (arXiv 2407.08608), section 4.1, "4 * seqlen^2 * head dimension *
+    number of heads", half of it when causal, times 2.5 backward; here the half is exact, S(S+1)/2,
+    and head_dim and v_dim are told apart.
+    """
+    s = case.shape
+    per_pair = {
+        "fwd": 2 * (s.head_dim + s.v_dim),
+        "bwd": 2 * (3 * s.head_dim + 2 * s.v_dim),
+        "tables": 0,
+    }[mode]
+    return per_pair * s.q_heads * visible_pairs(s, case.mask)
+
+
+def document_lengths(total=32768, longest=8192, seed=0):
+    """Returns lengths like those of packed web text: log-normal, the last one cut to fit.
+
+    Args:
+        total: Tokens in the row.
+        longest: Upper bound of one document, in tokens.
+        seed: Of numpy's default_rng.
+    """
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(int(np.clip(rng.lognormal(6.5, 1.0), 16, longest)), left))
+    return tuple(lengths)
+
+
+def _case(suite, length, head_dim, mask, tokens=16384, heads=None):
+    """One self-attention case with `tokens` tokens and 2048 / head_dim heads unless told."""
+    q_heads, kv_heads = heads or (2048 // head_dim,) * 2
+    batch = max(1, tokens // length)
+    return Case(suite, Shape(batch, length, length, q_heads, kv_heads, head_dim, head_dim), mask)
+
+
+FULL, CAUSAL = MaskSpec("full"), MaskSpec("causal")
+DOCUMENTS = MaskSpec("documents", lengths=document_lengths())
+
+
+def dense():
+    """The grid of the FlashAttention-3 paper at 16,384 tokens."""
+    grid = [(d, m, n) for d in (64, 128, 256) for m in (FULL, CAUSAL) for n in (4096, 16384)]
+    return [_case("dense", n, d, m) for d, m, n in grid]
+
+
+def windows():
+    """Sliding windows at 32k beside the dense causal row that they are measured against."""
+    masks = (CAUSAL, MaskSpec("window", left=4096), MaskSpec("window", left=1024))
+    return [_case("windows", 32768, 128, m) for m in masks]
+
+
+def documents():
+    """Packed documents at 32k beside the dense causal row that they are measured against."""
+    return [_case("documents", 32768, 128, m) for m in (CAUSAL, DOCUMENTS)]
+
+
+def gqa():
+    """Grouped heads, 32 of queries on 8 of keys and values; and unequal head_dim and v_dim."""
+    grid = [(m, n) for m in (FULL, CAUSAL) for n in (4096, 16384)]
+    cases = [_case("gqa", n, 128, m, heads=(32, 8)) for m, n in grid]
+    return [*cases, Case("gqa", Shape(4, 4096, 4096, 16, 16, 192, 128), CAUSAL)]
+
+
+def odd():
+    """Lengths that no tile divides, beside the even ones next to them."""
+    grid = [(m, n) for m in (FULL, CAUSAL) for n in (4000, 4096, 16321, 16384)]
+    return [_case("odd", n, 128, m) for m, n in grid]
+
+
+def short():
+    """Many short rows: 16,384 tokens in rows of 512 and 1,024."""
+    grid = [(d, m, n) for d in (64, 128, 256) for m in (FULL, CAUSAL) for n in (512, 1024)]
+    return [_case("short", n, d, m) for d, m, n in grid]
+
+
+def tables():
+    """Building every block table of a row of documents, against one layer's forward."""
+    return [replace(_case("tables", 32768, 128, DOCUMENTS), modes=("tables",))]
+
+
+def tiny():
+    """Seconds on a CPU: the benchmark program's own test."""
+    shape = Shape(1, 48, 48, 2, 2, 16, 16, "float32")
+    grouped = Shape(2, 40, 40, 4, 2, 16, 8, "float32")
+    masks = (FULL, CAUSAL, MaskSpec("window", left=9, right=2))
+    cases = [Case("tiny", shape, m) for m in masks]
+    packed = Case("tiny", shape, MaskSpec("documents", lengths=(20, 1, 27)))
+    return [*cases, replace(packed, modes=MODES), Case("tiny", grouped, CAUSAL)]
+
+
+SUITES = {f.__name__: f for f in (dense, windows, documents, gqa, odd, short, tables, tiny)}
+
+
+def select(names, contains=""):
+    """Returns the cases of the named suites, each piece of work once.
+
+    Args:
+        names: Suite names, in the order to run them.
+        contains: Keeps only cases whose name holds this text.
+
+    Raises:
+        ValueError: For a name that is no suite.
+    """
+    chosen, seen = [], set()
+    for name in names:
+        if name not in SUITES:
+            raise ValueError(f"suite {name!r} must be one of {', '.join(SUITES)}")
+        for case in SUITES[name]():
+            key = (case.shape, case.mask, case.modes)
+            if contains in case.name and key not in seen:
+                seen.add(key)
+                chosen.append(case)
+    return chosen

@@ -1,0 +1,1 @@
+"""A small transformer trained through pallas_attn: model, data, training, sampling."""

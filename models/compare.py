@@ -1,0 +1,109 @@
+"""The same model on the same rows through several attentions, for speed and for equal losses."""
+
+import dataclasses
+import gc
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from . import data
+from .runs import RunConfig, plot
+from .trainer import Trainer, progress_bar, show
+
+
+def train_curve(
+    config: RunConfig, documents: list[data.Document], *, mesh: Mesh | None = None
+) -> dict[str, Any]:
+    """Trains without leaving anything on disk, to measure.
+
+    Args:
+        config: Of the run; `config.attention` and `config.backend` say what is measured.
+        documents: The corpus, before it is split.
+        mesh: As `Trainer` takes it.
+
+    Returns:
+        {"attention", "remat", "records", "loss", "held_out_loss", "tokens_per_s", "mfu"}: the
+        records of `Trainer.run`, the mean loss over the last tenth of the steps, and medians of
+        the rates without the first steps; mfu None where the peak is not known.
+    """
+    trainer = Trainer(config, documents, mesh=mesh)
+    bar = progress_bar(0, config.optim.steps)
+    records = []
+    for group in trainer.run(config.optim.steps):
+        records += group
+        show(bar, group)
+    bar.close()
+    warm, tail = records[1:] or records, records[-max(len(records) // 10, 1) :]
+    return {
+        "attention": config.attention,
+        "remat": config.remat,
+        "records": records,
+        "loss": statistics.fmean(record["loss"] for record in tail),
+        "held_out_loss": trainer.held_out_loss(),
+        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in warm),
+        "mfu": statistics.median(r["mfu"] for r in warm) if "mfu" in warm[0] else None,
+    }
+
+
+def compare(
+    config: RunConfig, attentions: Sequence[str], folder: str | Path, *, mesh: Mesh | None = None
+) -> list[dict[str, Any]]:
+    """Trains the same model on the same rows through several attentions, one after the other.
+
+    One that runs out of memory is tried again with remat "full"; one that cannot run at all gives
+    its reason in the place of figures.
+
+    Args:
+        config: Of each run but for `attention`.
+        attentions: From ATTENTIONS.
+        folder: Where compare.jsonl and compare.png go.
+        mesh: As `Trainer` takes it.
+
+    Returns:
+        What `train_curve` gave for each, or {"attention", "remat", "error"}.
+    """
+    documents, results = data.read_corpus(), []
+    for attention in attentions:
+        for remat in dict.fromkeys((config.remat, "full")):
+            one = dataclasses.replace(config, attention=attention, remat=remat)
+            print(f"{attention}, remat {remat}", flush=True)
+            try:
+                result = train_curve(one, documents, mesh=mesh)
+            except (NotImplementedError, ValueError, RuntimeError) as error:
+                first_line = str(error).strip().split("\n")[0]
+                result = {"attention": attention, "remat": remat, "error": first_line}
+            gc.collect()  # frees the last trainer's device memory
+            if "RESOURCE_EXHAUSTED" not in result.get("error", ""):
+                break
+        results.append(result)
+    report(results, Path(folder))
+    return results
+
+
+def report(results: list[dict[str, Any]], folder: Path) -> None:
+    """Prints a table of `compare`'s results and writes them to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(result) + "\n" for result in results]
+    (folder / "compare.jsonl").write_text("".join(lines))
+    done = [result for result in results if "error" not in result]
+    plot({result["attention"]: result["records"] for result in done}, folder / "compare.png")
+    print(f"{'attention':<14}{'remat':<16}{'tokens/s':>12}{'MFU':>8}{'loss':>9}{'held out':>10}")
+    for result in results:
+        start = f"{result['attention']:<14}{result['remat']:<16}"
+        if "error" in result:
+            print(start + result["error"])
+            continue
+        mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"
+        losses = f"{result['loss']:>9.4f}{result['held_out_loss']:>10.4f}"
+        print(f"{start}{result['tokens_per_s']:>12,.0f}{mfu:>8}{losses}")
+    if len(done) > 1:
+        curves = np.array([[record["loss"] for record in result["records"]] for result in done])
+        gap = np.abs(curves - curves[0]).max()
+        print(
+            f"largest difference of the losses of any step from {done[0]['attention']}: {gap:.4f}"
+        )

@@ -1,0 +1,60 @@
+"""The one place that knows how JAX releases differ; nothing else asks for a JAX version or private module."""
+
+import contextlib
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+
+
+def varying_axes(*arrays) -> frozenset[str]:
+    """The mesh axes over which any of the arrays varies, inside a shard_map that checks this."""
+    axes = frozenset()
+    for leaf in jax.tree.leaves(arrays):
+        kind = getattr(jax.typeof(leaf), "manual_axis_type", None)
+        axes |= kind.varying if kind is not None else frozenset()
+    return axes
+
+
+def match_varying(arrays, axes: frozenset[str]):
+    """Casts every array to vary over `axes`, so that one kernel may take them all."""
+    if not axes:
+        return arrays
+
+    def cast(x):
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
+def out_struct(shape, dtype, like) -> jax.ShapeDtypeStruct:
+    """Declares an output that varies over the same manual mesh axes as the operand `like`."""
+    kind = getattr(jax.typeof(like), "manual_axis_type", None)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that an enclosing shard_map has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def is_traced(tree) -> bool:
+    """Whether any leaf of `tree` is an abstract value of some JAX transformation."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def interpret_context(detect_races: bool):
+    """Mosaic kernels inside run in JAX's GPU interpreter; jitted functions retrace on entry and exit."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+        yield
+
+
+@contextlib.contextmanager
+def without_interpret_context():
+    """Shields a Triton call from `interpret_context`, whose interpreter knows Mosaic kernels only."""
+    with plgpu.force_gpu_interpret_mode(None):
+        yield

@@ -1,0 +1,260 @@
+"""Reads what NVIDIA's tools say about a compiled kernel: ptxas' log, PTX, SASS, XLA's launch list.
+
+Text in, numbers out; nothing here imports JAX or compiles anything.
+"""
+
+import collections
+import dataclasses
+import functools
+import glob
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+
+INSTALL_HINT = "pip install pallas_attn[sass]"
+
+
+class MissingToolsError(RuntimeError):
+    """The compile-only CUDA plugin, ptxas or nvdisasm is not on this machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """What limits the thread blocks of one multiprocessor, by compute capability.
+
+    Attributes:
+        name: the architecture that ptxas is asked for.
+        threads: threads per multiprocessor.
+        ctas: thread blocks per multiprocessor.
+        smem: bytes of shared memory per multiprocessor.
+        fp32_lanes: float32 multiply-adds per clock and multiprocessor.
+    """
+
+    name: str
+    threads: int
+    ctas: int
+    smem: int
+    fp32_lanes: int
+
+
+# CUDA C++ Programming Guide, "Technical specifications per compute capability".
+ARCHS: dict[tuple[int, int], Arch] = {
+    (8, 0): Arch("sm_80", 2048, 32, 164 * 1024, 64),
+    (8, 6): Arch("sm_86", 1536, 16, 100 * 1024, 128),
+    (8, 7): Arch("sm_87", 1536, 16, 164 * 1024, 128),
+    (8, 9): Arch("sm_89", 1536, 24, 100 * 1024, 128),
+    (9, 0): Arch("sm_90a", 2048, 32, 228 * 1024, 128),
+}
+_REGISTERS = 65536  # per multiprocessor, on all of the above
+_SYSTEM_SMEM = 1024  # the driver keeps this much of every thread block
+
+
+def occupancy(arch: Arch, registers: int, threads: int, smem: int) -> tuple[int, str]:
+    """How many thread blocks fit one multiprocessor, and what stops the next one.
+
+    Args:
+        arch: the multiprocessor.
+        registers: per thread.
+        threads: per thread block.
+        smem: bytes of shared memory per thread block, static and dynamic.
+
+    Returns:
+        (thread blocks, what binds: registers, shared memory, threads or blocks, joined by " and ").
+    """
+    warps = -(-threads // 32)
+    per_warp = -(-max(registers, 1) * 32 // 256) * 256  # registers go out 256 at a time
+    resident_warps = _REGISTERS // per_warp // 4 * 4  # four schedulers of equal share
+    fits = {
+        "registers": resident_warps // (-(-warps // 4) * 4),
+        "shared memory": arch.smem // (-(-smem // 128) * 128 + _SYSTEM_SMEM),
+        "threads": arch.threads // (warps * 32),
+        "blocks": arch.ctas,
+    }
+    most = min(fits.values())
+    return most, " and ".join(name for name, blocks in fits.items() if blocks == most)
+
+
+def _tool_places() -> list[str]:
+    places = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        places += sorted(glob.glob(os.path.join(root, "cu[0-9]*", "bin")), reverse=True)
+        places += [os.path.join(root, name, "bin") for name in ("cuda_nvcc", "cuda_nvdisasm")]
+    places += os.environ.get("PATH", "").split(os.pathsep)
+    for home in ("CUDA_HOME", "CUDA_PATH"):
+        if home in os.environ:
+            places.append(os.path.join(os.environ[home], "bin"))
+    return places + sorted(glob.glob("/usr/local/cuda*/bin"), reverse=True)
+
+
+def find_tool(name: str) -> str:
+    """The path of ptxas or nvdisasm: NVIDIA's wheels, then PATH, CUDA_HOME and /usr/local/cuda*.
+
+    Raises:
+        MissingToolsError: when it is in none of them.
+    """
+    for place in _tool_places():
+        path = os.path.join(place, name)
+        if place and os.access(path, os.X_OK):
+            return path
+    raise MissingToolsError(f"{name}: not found in NVIDIA's wheels or on PATH; {INSTALL_HINT}")
+
+
+@functools.cache
+def tool_version(path: str) -> str:
+    """The version that a CUDA tool gives of itself, such as "13.0.88"."""
+    text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
+    return found[1] if found else "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class PtxasUsage:
+    """What `ptxas -v` says of one function: registers per thread, the rest in bytes."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+
+
+_USAGE = re.compile(
+    r"Function properties for (?P<name>\S+)\s+(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r"(?:\s+ptxas info\s*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*))?"
+)
+
+
+def parse_ptxas(log: str) -> dict[str, PtxasUsage]:
+    """Reads the log of `ptxas -v`.
+
+    Returns:
+        Usage by function; functions that kernels call count 0 registers of their own.
+    """
+    usages = {}
+    for found in _USAGE.finditer(log):
+        smem = re.search(r"(\d+) bytes smem", found["rest"] or "")
+        usages[found["name"]] = PtxasUsage(
+            registers=int(found["registers"] or 0),
+            stack=int(found["stack"]),
+            spill_stores=int(found["stores"]),
+            spill_loads=int(found["loads"]),
+            static_smem=int(smem[1]) if smem else 0,
+        )
+    return usages
+
+
+def ptxas_warnings(log: str, kernel: str, kernels: list[str]) -> tuple[str, ...]:
+    """The warnings in a ptxas log that name `kernel`, or none of `kernels`."""
+    lines = []
+    for line in log.splitlines():
+        if not re.search(r"warning|performance loss|serializ", line, re.IGNORECASE):
+            continue
+        named = [name for name in kernels if re.search(rf"'{re.escape(name)}'", line)]
+        text = line.strip()
+        if (not named or kernel in named) and text not in lines:
+            lines.append(text)
+    return tuple(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class PtxEntry:
+    """What the PTX of one kernel declares: threads per block and the values given to setmaxnreg."""
+
+    name: str
+    threads: int
+    setmaxnreg: tuple[tuple[str, int], ...]
+
+
+def parse_ptx(text: str) -> list[PtxEntry]:
+    """The kernels of a PTX file, in order."""
+    entries = []
+    for part in re.split(r"\.visible\s+\.entry\s+", text)[1:]:
+        sizes = re.search(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", part)
+        threads = 1
+        for size in sizes.groups(default="1") if sizes else ():
+            threads *= int(size)
+        changes = re.findall(r"setmaxnreg\.(inc|dec)\S*\s+(\d+)", part)
+        values = tuple(sorted({(kind, int(count)) for kind, count in changes}))
+        entries.append(PtxEntry(part[: part.index("(")].strip(), threads, values))
+    return entries
+
+
+_SECTION = re.compile(r"\s*\.section\s+\.text\.([^\s,]+)")
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+
+
+def parse_sass(text: str) -> dict[str, dict[str, int]]:
+    """Counts the instructions of each function in the output of `nvdisasm -c`.
+
+    Returns:
+        By function: opcode with its modifiers ("HGMMA.64x128x16.F32.BF16") -> how many.
+    """
+    counts: dict[str, collections.Counter[str]] = {}
+    current: collections.Counter[str] = collections.Counter()
+    for line in text.splitlines():
+        if section := _SECTION.match(line):
+            current = counts.setdefault(section[1], collections.Counter())
+        elif instruction := _INSTRUCTION.match(line):
+            current[instruction[1]] += 1
+    return {name: dict(found) for name, found in counts.items()}
+
+
+_THUNK = re.compile(
+    r"\] (?P<name>\S+) grid: \[(?P<grid>[\d, ]+)\] threads: \[[\d, ]+\]\s+"
+    r"shared_memory: (?P<smem>\d+)"
+)
+
+
+def parse_thunks(text: str) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Reads XLA's list of launches: by kernel name, its grid and dynamic shared memory in bytes."""
+    return {
+        found["name"]: (tuple(int(x) for x in found["grid"].split(",")), int(found["smem"]))
+        for found in _THUNK.finditer(text)
+    }
+
+
+def parse_mosaic_passes(text: str) -> tuple[tuple[int, ...] | None, int]:
+    """The same for a Mosaic kernel, which XLA's list does not describe, from its compiler's log."""
+    smem = re.search(r"mosaic_gpu\.smem_bytes = (\d+)", text)
+    grid = None
+    if launch := re.search(r"gpu\.launch[^\n]*?blocks\([^)]*\) in \(([^)]*)\)", text):
+        names = re.findall(r"=\s*(%\w+)", launch[1])
+        sizes = [re.search(rf"{name} = arith\.constant (\d+) : index", text) for name in names]
+        values = tuple(int(size[1]) for size in sizes if size)
+        grid = values if values and len(values) == len(names) else None
+    return grid, int(smem[1]) if smem else 0
+
+
+def parse_xla_log(text: str) -> str:
+    """The version of the ptxas that XLA itself ran, from its verbose log; "" if not told."""
+    found = re.findall(r"Using \S*ptxas\S* with version (\d+(?:\.\d+)+)", text)
+    return found[-1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One PTX file after ptxas and nvdisasm, or `error`, what ptxas said when it refused."""
+
+    entries: list[PtxEntry]
+    log: str
+    sass: dict[str, dict[str, int]]
+    error: str | None = None
+
+
+def assemble(ptx: pathlib.Path, arch: str, ptxas: str, nvdisasm: str) -> Compiled:
+    """Runs ptxas with XLA's own options on a PTX file, and nvdisasm on the result."""
+    entries = parse_ptx(ptx.read_text())
+    cubin = ptx.with_suffix(".inspected.cubin")
+    command = [ptxas, "-v", "--warn-on-spills", f"-arch={arch}", str(ptx), "-o", str(cubin)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    log = run.stderr + run.stdout
+    if run.returncode:
+        return Compiled(entries, log, {}, error=log.strip())
+    run = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{nvdisasm} could not read what {ptxas} wrote: {run.stderr.strip()}")
+    return Compiled(entries, log, parse_sass(run.stdout))

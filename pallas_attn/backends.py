@@ -1,0 +1,58 @@
+"""The backends in order of preference, and the choice between them.
+
+A backend is a subpackage with four functions, `unsupported_reason`, `candidate_tiles`, `run_forward` and
+`run_backward`; `xla/__init__.py` shows their arguments. To add one, write its folder and its line in `ALL`.
+"""
+
+import importlib
+
+from pallas_attn import gpu as gpus
+from pallas_attn.gpu import Gpu
+from pallas_attn.spec import Spec
+
+# First the fastest; "xla" takes everything, so a call without backend= always finds one.
+ALL = ("triton", "xla")
+
+
+def load(name: str):
+    """The backend's module, imported when first used."""
+    return importlib.import_module(f"pallas_attn.{name}")
+
+
+def check_name(name: str | None) -> None:
+    """Raises ValueError for a name that is no backend."""
+    if name is not None and name not in ALL:
+        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(ALL)}, or None")
+
+
+def reasons(spec: Spec, mask, gpu: Gpu | None) -> dict[str, str | None]:
+    """Why each backend cannot take the call; None for those that can."""
+    return {name: load(name).unsupported_reason(spec, mask, gpu) for name in ALL}
+
+
+def choose(spec: Spec, mask, name: str | None) -> str:
+    """The backend that runs a call.
+
+    Args:
+        spec, mask: what is asked for.
+        name: a backend asked for by name, which never falls back; or None for the first that can.
+
+    Raises:
+        ValueError: for an unknown name.
+        NotImplementedError: when the named backend cannot, with its reason.
+    """
+    check_name(name)
+    gpu = gpus.detect()
+    if name is not None:
+        reason = load(name).unsupported_reason(spec, mask, gpu)
+        if reason is not None:
+            raise NotImplementedError(f"backend {name!r} was asked for and cannot run this call: {reason}")
+        return name
+    refused = {}
+    for candidate in ALL:
+        reason = load(candidate).unsupported_reason(spec, mask, gpu)
+        if reason is None:
+            return candidate
+        refused[candidate] = reason
+    listed = "; ".join(f"{k}: {v}" for k, v in refused.items())
+    raise NotImplementedError(f"no backend takes this call: {listed}")

@@ -1,0 +1,213 @@
+"""From a mask and tile sizes to the blocks that each kernel visits.
+
+Every kernel owns one block of rows (queries, or keys for dk and dv) and loops over blocks of columns.
+Two forms say which, chosen by the mask's kind while tracing:
+
+    run     first, full_first, full_last, last: [first, full_first) and [full_last, last) are partly
+            visible, [full_first, full_last) fully. For masks that are one interval a row.
+    list    indices of the partly visible blocks, then of the fully visible ones, and both counts.
+
+Partly visible blocks run mask code, fully visible ones none, others are not visited. A block that the
+end of the sequence cuts counts as partly visible. Tables of masks without arrays are made by NumPy
+while tracing; others are a few small operations on the device.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from pallas_attn import mask_core
+from pallas_attn.mask_core import FAR, Mask, TileGrid, span_bounds, xp_of
+from pallas_attn.tiles import KernelTiles, Tiles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """The blocks that one kernel visits; leading axes are [batch or 1, q_heads or 1, row blocks].
+
+    Attributes:
+        table: int32 [..., 4] for a run, [..., width] block indices for a list.
+        counts: int32 [..., 2]: partly and fully visible blocks, for a list; None for a run.
+        any_partial, any_full: False when it is known that no block is of that kind.
+    """
+
+    table: jax.Array | np.ndarray
+    counts: jax.Array | np.ndarray | None
+    any_partial: bool = dataclasses.field(metadata={"static": True})
+    any_full: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the blocks are given as a run."""
+        return self.counts is None
+
+    def partial_count(self):
+        """Partly visible blocks of each row of blocks."""
+        if self.counts is not None:
+            return self.counts[..., 0]
+        return self.table[..., 3] - self.table[..., 0] - self.full_count()
+
+    def full_count(self):
+        """Fully visible blocks of each row of blocks."""
+        if self.counts is not None:
+            return self.counts[..., 1]
+        return self.table[..., 2] - self.table[..., 1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockTable:
+    """A planned mask: the mask, and the blocks that the forward and backward kernels visit.
+
+    Made by `plan`, passed as `mask=` to every layer of a step; a pytree, so it may cross jit.
+    """
+
+    mask: Mask
+    fwd: Visits
+    dq: Visits
+    dkv: Visits
+    tiles: Tiles = dataclasses.field(metadata={"static": True})
+    q_len: int = dataclasses.field(metadata={"static": True})
+    kv_len: int = dataclasses.field(metadata={"static": True})
+    backend: str = dataclasses.field(metadata={"static": True})
+
+    def check(self, batch: int, heads: int, q_len: int, kv_len: int) -> None:
+        """Raises ValueError when the table was made for another problem."""
+        if (self.q_len, self.kv_len) != (q_len, kv_len):
+            raise ValueError(
+                f"mask: got a BlockTable planned for q_len={self.q_len}, kv_len={self.kv_len}, expected "
+                f"one for q_len={q_len}, kv_len={kv_len}"
+            )
+        for name, visits in (("fwd", self.fwd), ("dq", self.dq), ("dkv", self.dkv)):
+            sizes = visits.table.shape[:2]
+            if sizes[0] not in (1, batch) or sizes[1] not in (1, heads):
+                raise ValueError(
+                    f"mask: got a BlockTable ({name}) planned for batch {sizes[0]} and {sizes[1]} query "
+                    f"heads, expected batch 1 or {batch} and 1 or {heads} query heads"
+                )
+        self.mask.check(batch, heads, q_len, kv_len)
+
+
+def build(mask: Mask, tiles: Tiles, grid_of, backend: str) -> BlockTable:
+    """Builds the tables of all kernels.
+
+    Args:
+        mask: what is visible.
+        tiles: the kernels' tiles.
+        grid_of: KernelTiles -> TileGrid.
+        backend: the backend whose tiles these are.
+    """
+    fwd_grid, dkv_grid = grid_of(tiles.fwd), grid_of(tiles.dkv)
+    fwd = row_visits(mask, fwd_grid)
+    same = (tiles.dq.block_q, tiles.dq.block_kv) == (tiles.fwd.block_q, tiles.fwd.block_kv)
+    dq = fwd if same else row_visits(mask, grid_of(tiles.dq))
+    return BlockTable(
+        mask, fwd, dq, column_visits(mask, dkv_grid), tiles, fwd_grid.q_len, fwd_grid.kv_len, backend
+    )
+
+
+def grid_for(batch: int, heads: int, q_len: int, kv_len: int):
+    """KernelTiles -> TileGrid for one problem."""
+
+    def grid_of(tiles: KernelTiles) -> TileGrid:
+        return TileGrid(batch, heads, q_len, kv_len, tiles.block_q, tiles.block_kv)
+
+    return grid_of
+
+
+def row_visits(mask: Mask, grid: TileGrid) -> Visits:
+    """For each block of queries, the blocks of keys to visit."""
+    span = mask.row_span(mask_core.row_positions(grid))
+    if span is not None:
+        first, last, inner_first, inner_last = span_bounds(grid, *span)
+        size = np.int32(grid.block_kv)
+        # A ragged last block of keys never counts as full: inner_last is at most kv_len.
+        run = _ordered(first // size, -(-inner_first // size), inner_last // size, -(-last // size))
+        return _run(run[:, None])
+    some, every = mask.tiles(grid)
+    kv_first, _ = grid.kv_bounds
+    every = every & (kv_first + np.int32(grid.block_kv) <= np.int32(grid.kv_len))
+    return _list(*_to_rank_4(some, every, grid))
+
+
+def column_visits(mask: Mask, grid: TileGrid) -> Visits:
+    """For each block of keys, the blocks of queries to visit."""
+    some, every = mask.tiles(grid)
+    q_first, _ = grid.q_bounds
+    every = every & (q_first + np.int32(grid.block_q) <= np.int32(grid.q_len))
+    some, every = (x.swapaxes(-1, -2) for x in _to_rank_4(some, every, grid))
+    if mask.row_span(mask_core.row_positions(grid)) is None:
+        return _list(some, every)
+    return _run(_runs_of(some, every))
+
+
+def _to_rank_4(some, every, grid: TileGrid):
+    xp = xp_of(some, every)
+    both = []
+    for x in (some & (some | every), every & some):
+        x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+        both.append(xp.broadcast_to(x, (*x.shape[:2], grid.num_q, grid.num_kv)))
+    lead = np.broadcast_shapes(both[0].shape, both[1].shape)
+    return tuple(xp.broadcast_to(x, lead) for x in both)
+
+
+def _runs_of(some, every):
+    """[..., 4] from bool maps [..., row blocks, column blocks] that hold at most one run a row."""
+    xp = xp_of(some, every)
+    index = np.arange(some.shape[-1], dtype=np.int32)
+    far, end = np.int32(FAR), np.int32(some.shape[-1])
+    first = xp.where(some, index, far).min(-1)
+    last = xp.where(some, index + np.int32(1), np.int32(0)).max(-1)
+    full_first = xp.where(every, index, far).min(-1)
+    # The end of the first unbroken run: should there be others, they are visited as partial ones.
+    gap = ~every & (index > full_first[..., None])
+    full_last = xp.where(gap, index, end).min(-1)
+    return _ordered(first, full_first, full_last, last)
+
+
+def _ordered(first, full_first, full_last, last):
+    """Puts empty and missing runs into the form first <= full_first <= full_last <= last."""
+    xp = xp_of(first, full_first, full_last, last)
+    empty = first >= last
+    first, last = (xp.where(empty, np.int32(0), x) for x in (first, last))
+    no_full = empty | (full_first >= full_last)
+    full_first = xp.where(no_full, last, full_first)
+    full_last = xp.where(no_full, last, full_last)
+    return xp.stack([first, full_first, full_last, last], axis=-1).astype(np.int32)
+
+
+def _run(table) -> Visits:
+    if not isinstance(table, np.ndarray):
+        return Visits(table, None, any_partial=True, any_full=True)
+    visits = Visits(table, None, any_partial=True, any_full=True)
+    return Visits(
+        table,
+        None,
+        any_partial=bool(visits.partial_count().any()),
+        any_full=bool(visits.full_count().any()),
+    )
+
+
+def _list(some, every) -> Visits:
+    xp = xp_of(some, every)
+    width = some.shape[-1]
+    index = np.arange(width, dtype=np.int32)
+    # One sort puts partly visible blocks first, then full ones, then the rest.
+    kind = xp.where(every, np.int32(1), xp.where(some, np.int32(0), np.int32(2)))
+    order = xp.sort(kind * np.int32(width) + index, axis=-1) % np.int32(width)
+    counts = xp.stack([(some & ~every).sum(-1), every.sum(-1)], axis=-1).astype(np.int32)
+    table = order.astype(np.int32)
+    if not isinstance(counts, np.ndarray):
+        return Visits(table, counts, any_partial=True, any_full=True)
+    used = max(1, int(counts.sum(-1).max(initial=0)))
+    return Visits(
+        table[..., :used],
+        counts,
+        any_partial=bool(counts[..., 0].any()),
+        any_full=bool(counts[..., 1].any()),
+    )
+
+
+__all__ = ["BlockTable", "Visits", "build", "column_visits", "grid_for", "row_visits"]
