@@ -148,8 +148,8 @@ def plan_masks(
 
 def rotary_angles(positions: jax.Array, head_dim: int, base: float = 10_000.0) -> Rotation:
     """Gives (cos, sin), float32 [batch, len, 1, head_dim // 2], for positions [batch, len]."""
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angles = positions.astype(jnp.float32)[:, :, None, None] * base**-exponent
+    rates = base ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * rates[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -1,0 +1,216 @@
+"""The backward kernels: one for dq, one for dk and dv. No atomics, so both are bit-equal from run to run.
+
+    dq      grid: (q blocks, q heads, batch); q, dout, lse, delta stay; loops over blocks of keys
+            s = q·kᵀ  p = 2^(s - lse)  dp = dout·vᵀ  ds = dlogits(p, dp, delta)  dq += ds·k
+
+    dk, dv  grid: (kv blocks, kv heads, batch); k, v stay; loops over the query heads of the group and
+            over blocks of queries, all transposed so that P and dS, fresh from registers, are the left
+            operands of the matmuls that consume them and never pass through shared memory:
+            sᵀ = k·qᵀ  pᵀ = 2^(sᵀ - lse)  dv += pᵀ·dout  dpᵀ = v·doutᵀ  dk += dsᵀ·q
+
+Both loop first over fully visible blocks without mask code, then over partly visible ones. The sum over a
+group is in float32 registers. FlashAttention-2, arXiv 2307.08691, algorithm 2, with its loop in both orders.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_attn import tile_math
+from pallas_attn.call import Call
+from pallas_attn.tiles import padded_dim, split_dim
+from pallas_attn.triton import common
+from pallas_attn.triton.common import Inputs
+
+
+def backward_dq(call: Call, inputs: Inputs):
+    """Runs the dq kernel.
+
+    Args:
+        call: static facts.
+        inputs: all of `Inputs` but sinks; visits are the dq kernel's.
+
+    Returns:
+        dq like q.
+    """
+    q, v = inputs.q, inputs.v
+    (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
+    group, block_q = q_heads // kv_heads, call.tiles.dq.block_q
+    num_q = pl.cdiv(q_len, block_q)
+
+    def q_index(i, h, b):
+        return (b, num_q - 1 - i, h, 0)
+
+    def kv_index(i, h, b):
+        del i
+        return (b, 0, lax.div(h, jnp.int32(group)), 0)
+
+    row_spec = pl.BlockSpec((None, 1, q_len), lambda i, h, b: (b, h, 0))
+    specs = Inputs(
+        q=common.head_block(block_q, head_dim, q_index),
+        k=common.head_block(kv_len, head_dim, kv_index),
+        v=common.head_block(kv_len, v_dim, kv_index),
+        dout=common.head_block(block_q, v_dim, q_index),
+        lse_log2=row_spec,
+        delta=row_spec,
+        **common.shared_specs(inputs),
+    )
+    (dq,) = common.launch(
+        functools.partial(_dq_kernel, call=call, num_q=num_q),
+        call,
+        call.tiles.dq,
+        name="pallas_attn_dq",
+        grid=(num_q, q_heads, batch),
+        inputs=inputs,
+        specs=specs,
+        outs=[(q.shape, q.dtype, common.head_block(block_q, head_dim, q_index))],
+    )
+    return dq
+
+
+def _dq_kernel(inputs: Inputs, dq_ref, *, call: Call, num_q: int):
+    spec, tiles = call.spec, call.tiles.dq
+    q_block = num_q - 1 - pl.program_id(0)
+    at = common.rows_of(inputs, pl.program_id(2), pl.program_id(1))
+    q_start = q_block * tiles.block_q
+    ragged = spec.q_len % tiles.block_q != 0
+    rows = common.counted_rows(
+        q_start, tiles.block_q, spec.q_len if ragged else None, inputs.mask.q_valid, at.batch
+    )
+    fixed = dict(
+        q=common.load_rows(inputs.q, None, tiles.block_q, spec.head_dim, rows),
+        dout=common.load_rows(inputs.dout, None, tiles.block_q, spec.v_dim, rows),
+        vectors=common.load_residuals(inputs, np.int32(0), q_start, tiles.block_q, spec.q_len if ragged else None),
+        q_start=q_start,
+    )
+    take = functools.partial(_dq_take, inputs=inputs, call=call, at=at, **fixed)
+    dq = tuple(jnp.zeros((tiles.block_q, w), jnp.float32) for _, w in split_dim(spec.head_dim))
+    dq = common.visit(inputs.visits, at, q_block, take, dq)
+    exists = None
+    if ragged:
+        exists = q_start + lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0) < spec.q_len
+    common.store_rows(dq_ref, tuple(x * spec.scale for x in dq), spec.head_dim, exists)
+
+
+def _dq_take(kv_block, dq, partial: bool, *, inputs, call, at, q, dout, vectors, q_start):
+    """One block of keys into dq."""
+    spec, tiles = call.spec, call.tiles.dq
+    kv_start = kv_block * tiles.block_kv
+    rows = common.partial_kv_rows(inputs.mask, at, call, kv_start, tiles.block_kv) if partial else None
+    k = common.load_rows(inputs.k, kv_start, tiles.block_kv, spec.head_dim, rows)
+    v = common.load_rows(inputs.v, kv_start, tiles.block_kv, spec.v_dim, rows)
+    lse_log2, delta = vectors
+    s, tanh = common.tile_logits(inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at)
+    if partial:
+        seen = common.seen(inputs.mask, at, call, tiles, (q_start, kv_start))
+        s = jnp.where(seen, s, -jnp.inf)
+    p = tile_math.probabilities(s, lse_log2)
+    ds = tile_math.dlogits(p, common.dot_chunks(dout, v), delta, tanh)
+    return common.add_dots(dq, ds.astype(inputs.k.dtype), k)
+
+
+def backward_dkv(call: Call, inputs: Inputs):
+    """Runs the dk and dv kernel.
+
+    Args:
+        call: static facts.
+        inputs: all of `Inputs` but sinks; visits are the dkv kernel's.
+
+    Returns:
+        dk like k, dv like v.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
+    group, block_kv = q_heads // kv_heads, call.tiles.dkv.block_kv
+
+    def kv_index(j, h, b):
+        return (b, j, h, 0)
+
+    def group_block(rows, width):
+        shape = (None, rows, group, width)
+        return pl.BlockSpec(shape, lambda j, h, b: (b, 0, h, 0))
+
+    row_spec = pl.BlockSpec((None, group, q_len), lambda j, h, b: (b, h, 0))
+    specs = Inputs(
+        q=group_block(q_len, padded_dim(head_dim)),
+        k=common.head_block(block_kv, head_dim, kv_index),
+        v=common.head_block(block_kv, v_dim, kv_index),
+        dout=group_block(q_len, padded_dim(v_dim)),
+        lse_log2=row_spec,
+        delta=row_spec,
+        **common.shared_specs(inputs),
+    )
+    return common.launch(
+        functools.partial(_dkv_kernel, call=call),
+        call,
+        call.tiles.dkv,
+        name="pallas_attn_dkv",
+        grid=(pl.cdiv(kv_len, block_kv), kv_heads, batch),
+        inputs=inputs,
+        specs=specs,
+        outs=[
+            (k.shape, k.dtype, common.head_block(block_kv, head_dim, kv_index)),
+            (v.shape, v.dtype, common.head_block(block_kv, v_dim, kv_index)),
+        ],
+    )
+
+
+def _dkv_kernel(inputs: Inputs, dk_ref, dv_ref, *, call: Call):
+    spec, tiles = call.spec, call.tiles.dkv
+    kv_block, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    kv_start = kv_block * tiles.block_kv
+    ragged = spec.kv_len % tiles.block_kv != 0
+    at = common.rows_of(inputs, batch, kv_head * spec.group)
+    rows = common.counted_rows(
+        kv_start, tiles.block_kv, spec.kv_len if ragged else None, inputs.mask.kv_valid, at.batch
+    )
+    k = common.load_rows(inputs.k, None, tiles.block_kv, spec.head_dim, rows)
+    v = common.load_rows(inputs.v, None, tiles.block_kv, spec.v_dim, rows)
+
+    def one_head(member, carry):
+        head = common.rows_of(inputs, batch, kv_head * spec.group + member)
+        take = functools.partial(
+            _dkv_take, inputs=inputs, call=call, at=head, member=member, k=k, v=v, kv_start=kv_start
+        )
+        return common.visit(inputs.visits, head, kv_block, take, carry)
+
+    carry = tuple(
+        tuple(jnp.zeros((tiles.block_kv, w), jnp.float32) for _, w in split_dim(dim))
+        for dim in (spec.head_dim, spec.v_dim)
+    )
+    if spec.group == 1:
+        dk, dv = one_head(np.int32(0), carry)
+    else:
+        dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), one_head, carry)
+    exists = None
+    if ragged:
+        exists = kv_start + lax.broadcasted_iota(jnp.int32, (tiles.block_kv, 1), 0) < spec.kv_len
+    common.store_rows(dk_ref, tuple(x * spec.scale for x in dk), spec.head_dim, exists)
+    common.store_rows(dv_ref, dv, spec.v_dim, exists)
+
+
+def _dkv_take(q_block, carry, partial: bool, *, inputs, call, at, member, k, v, kv_start):
+    """One block of queries of one head into dk and dv."""
+    spec, tiles = call.spec, call.tiles.dkv
+    dk, dv = carry
+    q_start = q_block * tiles.block_q
+    rows, length = None, None
+    if partial:
+        length = spec.q_len if spec.q_len % tiles.block_q else None
+        rows = common.counted_rows(q_start, tiles.block_q, length, inputs.mask.q_valid, at.batch)
+    q = common.load_rows(inputs.q, q_start, tiles.block_q, spec.head_dim, rows, member)
+    lse_log2, delta = common.load_residuals(inputs, member, q_start, tiles.block_q, length)
+    dout = common.load_rows(inputs.dout, q_start, tiles.block_q, spec.v_dim, rows, member)
+    where = (q_start, kv_start)
+    s, tanh = common.tile_logits(
+        inputs, call, tiles, common.dot_chunks(k, q), where, at, transposed=True
+    )
+    if partial:
+        s = jnp.where(common.seen(inputs.mask, at, call, tiles, where, transposed=True), s, -jnp.inf)
+    p = tile_math.probabilities(s, lse_log2, axis=1)
+    dv = common.add_dots(dv, p.astype(inputs.q.dtype), dout)
+    ds = tile_math.dlogits(p, common.dot_chunks(v, dout), delta, tanh, axis=1)
+    return common.add_dots(dk, ds.astype(inputs.q.dtype), q), dv
