@@ -67,22 +67,30 @@ def compare(
     Returns:
         What `train_curve` gave for each, or {"attention", "remat", "error"}.
     """
-    documents, results = data.read_corpus(), []
+    documents = data.read_corpus()
+    results = []
     for attention in attentions:
-        for remat in dict.fromkeys((config.remat, "full")):
-            one = dataclasses.replace(config, attention=attention, remat=remat)
-            print(f"{attention}, remat {remat}", flush=True)
-            try:
-                result = train_curve(one, documents, mesh=mesh)
-            except (NotImplementedError, ValueError, RuntimeError) as error:
-                first_line = str(error).strip().split("\n")[0]
-                result = {"attention": attention, "remat": remat, "error": first_line}
-            gc.collect()  # frees the last trainer's device memory
-            if "RESOURCE_EXHAUSTED" not in result.get("error", ""):
-                break
+        one = dataclasses.replace(config, attention=attention)
+        result = _try_curve(one, documents, mesh)
+        if "RESOURCE_EXHAUSTED" in result.get("error", "") and config.remat != "full":
+            result = _try_curve(dataclasses.replace(one, remat="full"), documents, mesh)
         results.append(result)
     report(results, Path(folder))
     return results
+
+
+def _try_curve(
+    config: RunConfig, documents: list[data.Document], mesh: Mesh | None
+) -> dict[str, Any]:
+    """`train_curve`, or why it could not run."""
+    print(f"{config.attention}, remat {config.remat}", flush=True)
+    try:
+        return train_curve(config, documents, mesh=mesh)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        return {"attention": config.attention, "remat": config.remat, "error": reason}
+    finally:
+        gc.collect()  # frees the trainer's device memory before the next one asks for it
 
 
 def report(results: list[dict[str, Any]], folder: Path) -> None:

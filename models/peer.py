@@ -5,14 +5,14 @@ a step for each distinct window, which "xla" and "cudnn" both apply to every pai
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .gpt import AttentionFn, GPTConfig
 
-IMPLEMENTATIONS = {"jax_xla": "xla", "jax_cudnn": "cudnn"}
+IMPLEMENTATIONS: dict[str, Literal["xla", "cudnn"]] = {"jax_xla": "xla", "jax_cudnn": "cudnn"}
 
 
 def dense_masks(config: GPTConfig, segment_ids: jax.Array) -> dict[str, jax.Array]:
@@ -39,7 +39,7 @@ def _jax_nn(
     v: jax.Array,
     mask: jax.Array,
     *,
-    implementation: str,
+    implementation: Literal["xla", "cudnn"],
     **options: Any,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention`, called as `pa.mha` is."""

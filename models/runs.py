@@ -58,7 +58,7 @@ class RunConfig:
         """Reads what `dataclasses.asdict` wrote."""
         model = dict(fields["model"])
         model["attention"] = AttentionConfig(**model["attention"])
-        parts = {
+        parts: dict[str, Any] = {
             "model": GPTConfig(**model),
             "batch": BatchConfig(**fields["batch"]),
             "optim": OptimConfig(**fields["optim"]),
@@ -194,10 +194,10 @@ def plot(curves: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, records in curves.items():
-        for key, style in (("loss", {"linewidth": 1.0}), ("held_out_loss", {"marker": "o"})):
+        for key, marker in (("loss", ""), ("held_out_loss", "o")):
             points = [(record["step"], record[key]) for record in records if key in record]
             if points:
-                axes.plot(*zip(*points, strict=True), label=f"{name} {key}", **style)
+                axes.plot(*zip(*points, strict=True), label=f"{name} {key}", marker=marker)
     axes.set(xlabel="step", ylabel="loss (nats a byte)")
     axes.grid(alpha=0.3)
     axes.legend()

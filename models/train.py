@@ -11,6 +11,7 @@ import time
 import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -98,7 +99,7 @@ def train(
     return trainer
 
 
-def config_options(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
+def config_options(parser: Any, cls: type, skip: tuple[str, ...] = ()) -> None:
     """Gives a parser one option for each plain field of a configuration."""
     for field in dataclasses.fields(cls):
         flag = "--" + field.name.replace("_", "-")
@@ -111,7 +112,7 @@ def config_options(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, 
             parser.add_argument(flag, type=kinds[0])
 
 
-def override[T](config: T, options: argparse.Namespace) -> T:
+def override(config: Any, options: argparse.Namespace) -> Any:
     """A configuration with the fields that the command line names."""
     changes = {}
     for field in dataclasses.fields(config):

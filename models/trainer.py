@@ -8,7 +8,7 @@ state lie on the mesh (data, fsdp, heads) as gpt.PARTITION says; XLA does the re
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,8 +83,8 @@ def make_optimizer(config: OptimConfig) -> tuple[optax.GradientTransformation, o
     return optax.chain(optax.clip_by_global_norm(config.clip), adamw), schedule
 
 
-def make_loss(config: RunConfig, graphdef: nnx.GraphDef):
-    """loss(params, batch of [rows, row_len]) -> (sum in nats, how many tokens)."""
+def make_loss(config: RunConfig, graphdef: nnx.GraphDef) -> Callable[..., Any]:
+    """Makes loss(params, batch of [rows, row_len]) -> (sum in nats, how many tokens)."""
     if config.attention == "pallas_attn":
         attention = functools.partial(pa.mha, backend=config.backend)
         plan = functools.partial(plan_masks, dtype=config.dtype, backend=config.backend)
@@ -102,30 +102,31 @@ def make_loss(config: RunConfig, graphdef: nnx.GraphDef):
     return loss
 
 
-def make_step(config: RunConfig, graphdef: nnx.GraphDef):
-    """step(state, batch of [accum, rows, row_len]) -> (state, metrics)."""
+def make_step(config: RunConfig, graphdef: nnx.GraphDef) -> Callable[..., Any]:
+    """Makes step(state, index, batch of [accum, rows, row_len]) -> (state, metrics)."""
     gradient = jax.value_and_grad(make_loss(config, graphdef), has_aux=True)
-    optimizer, _ = make_optimizer(config.optim)
+    optimizer, schedule = make_optimizer(config.optim)
 
     def add_micro_batch(params, total, micro_batch):
         return jax.tree.map(jnp.add, total, gradient(params, micro_batch)), None
 
-    def step(state, batch):
+    def step(state, index, batch):
         params = state["params"]
-        first = jax.tree.map(lambda x: x[0], batch)
         if config.batch.accum == 1:
-            total = gradient(params, first)
+            total = gradient(params, jax.tree.map(lambda x: x[0], batch))
         else:
-            zeros = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, first)
-            )
+            zeros = (jnp.float32(0), jnp.int32(0)), jax.tree.map(jnp.zeros_like, params)
             add = functools.partial(add_micro_batch, params)
             total, _ = jax.lax.scan(add, zeros, batch)
         (loss, count), grads = total
         share = 1.0 / jnp.maximum(count, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g * share, grads)
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)
-        metrics = {"loss": loss * share, "grad_norm": optax.tree.norm(grads)}
+        metrics = {
+            "loss": loss * share,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": schedule(index),
+        }
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, metrics
 
     return step
@@ -156,7 +157,7 @@ class Trainer:
         self.train_rows = data.PackedRows(train, seed=config.seed, **sizes)
         self.held_out_rows = data.PackedRows(held_out, seed=0, **sizes)
         self.graphdef, params = abstract_model(config.model, config.dtype)
-        optimizer, self.schedule = make_optimizer(config.optim)
+        optimizer, _ = make_optimizer(config.optim)
 
         def create():
             model = GPT(config.model, rngs=nnx.Rngs(config.seed), dtype=config.dtype)
@@ -207,7 +208,9 @@ class Trainer:
         while self.step < until:
             batch = self.train_rows.batch(self.step)
             with jax.set_mesh(self.mesh):
-                self.state, metrics = self._train_step(self.state, self._on_device(batch))
+                self.state, metrics = self._train_step(
+                    self.state, np.int32(self.step), self._on_device(batch)
+                )
             flops = train_flops(self.config.model, batch.positions, batch.segment_ids)
             pending.append((metrics, int((batch.segment_ids >= 0).sum()), flops))
             self.step += 1
@@ -216,16 +219,15 @@ class Trainer:
             losses = jax.device_get([metrics for metrics, _, _ in pending])
             seconds = time.perf_counter() - started
             tokens, flops = (sum(entry[i] for entry in pending) for i in (1, 2))
-            records = []
-            for index, values in enumerate(losses):
-                step = self.step - len(losses) + index
-                record = {"step": step + 1, "learning_rate": float(self.schedule(step))}
-                record |= {name: float(value) for name, value in values.items()}
-                record |= {"tokens": pending[index][1], "tokens_per_s": tokens / seconds}
-                if peak is not None:
-                    record["mfu"] = flops / seconds / peak
-                records.append(record)
-            yield records
+            rates = {"tokens_per_s": tokens / seconds}
+            if peak is not None:
+                rates["mfu"] = flops / seconds / peak
+            yield [
+                {"step": self.step - len(losses) + index + 1, "tokens": entry[1]}
+                | {name: float(value) for name, value in values.items()}
+                | rates
+                for index, (values, entry) in enumerate(zip(losses, pending, strict=True))
+            ]
             pending, started = [], time.perf_counter()
 
     def held_out_loss(self, steps: int = HELD_OUT_STEPS) -> float:

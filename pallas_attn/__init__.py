@@ -2,7 +2,10 @@
 
 from pallas_attn.api import mha, plan
 from pallas_attn.block_table import BlockTable
+from pallas_attn.draw import draw
+from pallas_attn.explain import explain
 from pallas_attn.interpret import interpret
+from pallas_attn.jax_nn import dot_product_attention
 from pallas_attn.masks import (
     BlockSparse,
     Causal,
@@ -18,6 +21,7 @@ from pallas_attn.masks import (
     SlidingWindow,
 )
 from pallas_attn.tiles import KernelTiles, Tiles
+from pallas_attn.varlen import mha_varlen
 
 __all__ = [
     "BlockSparse",
@@ -35,7 +39,11 @@ __all__ = [
     "PrefixLM",
     "SlidingWindow",
     "Tiles",
+    "dot_product_attention",
+    "draw",
+    "explain",
     "interpret",
     "mha",
+    "mha_varlen",
     "plan",
 ]

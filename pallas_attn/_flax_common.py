@@ -81,13 +81,27 @@ ATTENTION_DEFAULTS: AttentionOptions = {
 }
 
 
-def complete(options: Mapping[str, Any], in_features: int, num_heads: int) -> AttentionOptions:
+class Heads(NamedTuple):
+    """How many heads of which size a module has."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_dim: int
+
+
+def complete(
+    options: Mapping[str, Any], in_features: int, num_heads: int
+) -> tuple[AttentionOptions, Heads]:
     """Fills the defaults in, resolves what depends on the sizes, and checks the rest.
 
     Args:
         options: some of `AttentionOptions`.
         in_features: features of the queries' input.
         num_heads: query heads.
+
+    Returns:
+        all options, and the sizes.
 
     Raises:
         TypeError: for a name that is no option.
@@ -99,29 +113,23 @@ def complete(options: Mapping[str, Any], in_features: int, num_heads: int) -> At
             f"Attention got unexpected options {unknown}, it has {list(ATTENTION_DEFAULTS)}"
         )
     full: Any = {**ATTENTION_DEFAULTS, **options}
-    if full["num_kv_heads"] is None:
-        full["num_kv_heads"] = num_heads
-    if full["num_kv_heads"] < 1 or num_heads % full["num_kv_heads"]:
-        raise ValueError(
-            f"num_kv_heads: got {full['num_kv_heads']}, expected a divisor of {num_heads=}"
-        )
-    if full["head_dim"] is None:
+    kv_heads, head_dim, v_dim = (full[n] for n in ("num_kv_heads", "head_dim", "v_dim"))
+    kv_heads = num_heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads: got {kv_heads}, expected a divisor of {num_heads=}")
+    if head_dim is None:
         if in_features % num_heads:
             raise ValueError(f"num_heads: got {num_heads}, expected a divisor of {in_features=}")
-        full["head_dim"] = in_features // num_heads
-    if full["v_dim"] is None:
-        full["v_dim"] = full["head_dim"]
+        head_dim = in_features // num_heads
     if full["rope_theta"] is not None:
-        if full["head_dim"] % 2:
-            raise ValueError(f"head_dim: got {full['head_dim']}, expected an even number for RoPE")
+        if head_dim % 2:
+            raise ValueError(f"head_dim: got {head_dim}, expected an even number for RoPE")
         full["rope_theta"] = float(full["rope_theta"])
     if full["qk_norm"] not in _QK_NORMS:
         raise ValueError(f"qk_norm: got {full['qk_norm']!r}, expected one of {_QK_NORMS}")
-    if isinstance(full["window"], int):
-        full["window"] = (full["window"], full["window"])
     # Masks check their own numbers: better now than at the first call.
     pattern(full["causal"], full["window"])
-    return full
+    return full, Heads(num_heads, kv_heads, head_dim, head_dim if v_dim is None else v_dim)
 
 
 def implicit_promotion():
@@ -134,12 +142,13 @@ def pattern(causal: bool, window, offset=0):
 
     Args:
         causal: as in `AttentionOptions`.
-        window: likewise, as a pair.
+        window: likewise.
         offset: int or int32 scalar, the key index of the first query (the tokens already cached).
     """
     masks: list[Any] = [pa.Causal(offset=offset)] if causal else []
     if window is not None:
-        masks.append(pa.SlidingWindow(*window, offset=offset))
+        left, right = (window, window) if isinstance(window, int) else window
+        masks.append(pa.SlidingWindow(left, right, offset=offset))
     return functools.reduce(operator.and_, masks) if masks else None
 
 
@@ -236,13 +245,12 @@ class Cache(NamedTuple):
     index: jax.Array
 
     @staticmethod
-    def empty(input_shape: tuple[int, ...], options: AttentionOptions, dtype=None) -> "Cache":
+    def empty(input_shape: tuple[int, ...], heads: Heads, dtype) -> "Cache":
         """A cache for inputs of shape [..., max_len, features], as flax's init_cache takes it."""
-        dtype = dtype or options["dtype"] or options["param_dtype"]
-        heads = (*input_shape[:-1], options["num_kv_heads"])
+        shape = (*input_shape[:-1], heads.num_kv_heads)
         return Cache(
-            jnp.zeros((*heads, options["head_dim"]), dtype),
-            jnp.zeros((*heads, options["v_dim"]), dtype),
+            jnp.zeros((*shape, heads.head_dim), dtype),
+            jnp.zeros((*shape, heads.v_dim), dtype),
             jnp.zeros((), jnp.int32),
         )
 
@@ -423,8 +431,9 @@ def check_precision(precision, dtype, backend: str | None) -> None:
     )
 
 
-def call_attention(query, key, value, bias, masks, options: Mapping[str, Any]):
+def call_attention(operands, bias, masks, options: Mapping[str, Any]):
     """`attend` for an attention_fn whose operands have been promoted and keywords read."""
+    query, key, value = operands
     check_precision(options["precision"], query.dtype, options["backend"])
     return attend(
         query, key, value, (options["bound_mask"], *masks), bias=bias, scale=options["scale"],

@@ -13,6 +13,7 @@ while tracing; others are a few small operations on the device.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,8 +34,8 @@ class Visits:
         any_partial, any_full: False when it is known that no block is of that kind.
     """
 
-    table: jax.Array | np.ndarray
-    counts: jax.Array | np.ndarray | None
+    table: Any  # not Array: JAX rebuilds pytrees with shapes and markers for leaves
+    counts: Any
     any_partial: bool = dataclasses.field(metadata={"static": True})
     any_full: bool = dataclasses.field(metadata={"static": True})
 

@@ -55,7 +55,7 @@ def attention_fn(query, key, value, bias=None, mask=None, **keywords):
     """
     options = common.read_keywords(keywords, _KEYWORDS)
     operands = dtypes.promote_dtype(query, key, value, dtype=options["dtype"])
-    return common.call_attention(*operands, bias, (mask,), options)
+    return common.call_attention(operands, bias, (mask,), options)
 
 
 attention_fn.__signature__ = common.signature(_KEYWORDS)  # pyrefly: ignore[missing-attribute]
@@ -145,15 +145,15 @@ class Attention(nn.Module):
             ValueError: naming the argument that does not fit.
         """
         call = common.Call.of(inputs_q, inputs_kv, positions, kv_positions, decode)
-        full = self._options(inputs_q.shape[-1])
+        full, heads = self._options(inputs_q.shape[-1])
         source = inputs_kv if call.is_cross else inputs_q
         dtypes_of = {"dtype": full["dtype"], "param_dtype": full["param_dtype"]}
         dense = functools.partial(
             nn.DenseGeneral, use_bias=full["use_bias"], kernel_init=full["kernel_init"], **dtypes_of
         )
-        query = dense((self.num_heads, full["head_dim"]), name="query")(inputs_q)
-        key = dense((full["num_kv_heads"], full["head_dim"]), name="key")(source)
-        value = dense((full["num_kv_heads"], full["v_dim"]), name="value")(source)
+        query = dense((heads.num_heads, heads.head_dim), name="query")(inputs_q)
+        key = dense((heads.num_kv_heads, heads.head_dim), name="key")(source)
+        value = dense((heads.num_kv_heads, heads.v_dim), name="value")(source)
         if full["qk_norm"] is not None:
             norm = _NORMS[full["qk_norm"]]
             with common.implicit_promotion():
@@ -164,7 +164,7 @@ class Attention(nn.Module):
             zeros = nn.initializers.zeros_init()
             sinks = self.param("sinks", zeros, (self.num_heads,), full["param_dtype"])
 
-        cache = self._read_cache(inputs_q.shape, full) if decode else None
+        cache = self._read_cache(inputs_q.shape) if decode else None
         index = 0 if cache is None else cache.index
         query, key = call.rotate(query, key, full["rope_theta"], index)
         masks = call.masks(mask, full["causal"], full["window"], index, query.shape[-3])
@@ -186,8 +186,7 @@ class Attention(nn.Module):
         Args:
             offset: int or int32 scalar, the key index of the first query.
         """
-        window = (self.window, self.window) if isinstance(self.window, int) else self.window
-        return common.pattern(self.causal, window, offset)
+        return common.pattern(self.causal, self.window, offset)
 
     @nn.nowrap
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> dict[str, Any]:
@@ -197,19 +196,21 @@ class Attention(nn.Module):
             input_shape: [..., max_len, in_features], as `init` takes the inputs.
             dtype: of the cached keys and values; None for the computation's.
         """
-        cache = common.Cache.empty(input_shape, self._options(input_shape[-1]), dtype)
+        _, heads = self._options(input_shape[-1])
+        dtype = dtype or self.dtype or self.param_dtype
+        cache = common.Cache.empty(input_shape, heads, dtype)
         return dict(zip(_CACHED, cache, strict=True))
 
     @nn.nowrap
-    def _options(self, in_features: int) -> AttentionOptions:
+    def _options(self, in_features: int) -> tuple[AttentionOptions, common.Heads]:
         given = {name: getattr(self, name) for name in ATTENTION_DEFAULTS}
         return common.complete(given, in_features, self.num_heads)
 
-    def _read_cache(self, input_shape, full: AttentionOptions) -> common.Cache | None:
+    def _read_cache(self, input_shape: tuple[int, ...]) -> common.Cache | None:
         """The cache; while initialising it is made instead, and nothing is appended."""
         if self.is_initializing():
-            empty = common.Cache.empty(input_shape, full)
-            self._write_cache(empty)
+            for name, array in self.init_cache(input_shape).items():
+                self.put_variable("cache", name, array)
             return None
         if not self.has_variable("cache", _CACHED[0]):
             raise ValueError('decode: got True without the collection "cache", see init_cache')

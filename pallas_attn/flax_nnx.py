@@ -56,7 +56,7 @@ def attention_fn(query, key, value, bias=None, mask=None, **keywords):
     operands = options["promote_dtype"]((query, key, value), dtype=options["dtype"])
     # The same as flax's tril for q_len != kv_len too: aligned to the top left.
     causal = common.pattern(causal=options["is_causal"], window=None)
-    return common.call_attention(*operands, bias, (mask, causal), options)
+    return common.call_attention(operands, bias, (mask, causal), options)
 
 
 attention_fn.__signature__ = common.signature(_KEYWORDS)  # pyrefly: ignore[missing-attribute]
@@ -103,9 +103,8 @@ class Attention(nnx.Module):
         in_kv_features: int | None = None,
         **options: Unpack[AttentionOptions],
     ):
-        full = common.complete(options, in_features, num_heads)
-        self.num_heads, self.num_kv_heads = num_heads, full["num_kv_heads"]
-        self.head_dim, self.v_dim = full["head_dim"], full["v_dim"]
+        full, heads = common.complete(options, in_features, num_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim = heads
         self.causal, self.window = full["causal"], full["window"]
         self.rope_theta, self.soft_cap = full["rope_theta"], full["soft_cap"]
         self.scale, self.backend = full["scale"], full["backend"]
@@ -120,15 +119,19 @@ class Attention(nnx.Module):
         self.query = linear(in_features, (num_heads, self.head_dim))
         self.key = linear(kv_features, (self.num_kv_heads, self.head_dim))
         self.value = linear(kv_features, (self.num_kv_heads, self.v_dim))
-        self.query_ln = self.key_ln = self.sinks = nnx.data(None)
+        self.query_ln: Any = nnx.data(None)
+        self.key_ln: Any = nnx.data(None)
         if full["qk_norm"] is not None:
             norm = _NORMS[full["qk_norm"]]
             self.query_ln = norm(self.head_dim, rngs=rngs, **dtypes_of)
             self.key_ln = norm(self.head_dim, rngs=rngs, **dtypes_of)
         self.out = linear((num_heads, self.v_dim), in_features, axis=(-2, -1))
+        self.sinks: Any = nnx.data(None)
         if full["use_sinks"]:
             self.sinks = nnx.Param(jnp.zeros((num_heads,), self.param_dtype))
-        self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
+        self.cached_key: Any = nnx.data(None)
+        self.cached_value: Any = nnx.data(None)
+        self.cache_index: Any = nnx.data(None)
 
     def __call__(
         self,
@@ -168,7 +171,7 @@ class Attention(nnx.Module):
             ValueError: naming the argument that does not fit.
         """
         call = common.Call.of(inputs_q, inputs_kv, positions, kv_positions, decode)
-        source = inputs_kv if call.is_cross else inputs_q
+        source: Any = inputs_kv if call.is_cross else inputs_q
         query, key, value = self.query(inputs_q), self.key(source), self.value(source)
         if self.query_ln is not None:
             with common.implicit_promotion():
@@ -203,11 +206,9 @@ class Attention(nnx.Module):
             input_shape: [..., max_len, features], as nnx.MultiHeadAttention takes it.
             dtype: of the cached keys and values; None for the computation's.
         """
-        options: AttentionOptions = {
-            "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "v_dim": self.v_dim,
-            "dtype": self.dtype, "param_dtype": self.param_dtype,
-        }  # fmt: skip
-        cache = common.Cache.empty(input_shape, options, dtype)
+        heads = common.Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+        dtype = dtype or self.dtype or self.param_dtype
+        cache = common.Cache.empty(input_shape, heads, dtype)
         self.cached_key, self.cached_value = nnx.Cache(cache.key), nnx.Cache(cache.value)
         self.cache_index = nnx.Cache(cache.index)
 

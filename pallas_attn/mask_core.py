@@ -29,7 +29,7 @@ class Position:
     batch: jax.typing.ArrayLike
     head: jax.typing.ArrayLike
     q: jax.typing.ArrayLike
-    kv: jax.typing.ArrayLike
+    kv: jax.typing.ArrayLike | None  # None where whole rows are asked about
     q_len: jax.typing.ArrayLike
     kv_len: jax.typing.ArrayLike
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from pallas_attn import predicate
 from pallas_attn.mask_core import (
-    FAR, And, Dense, Full, Mask, Not, Or, Position, TileGrid, as_mask, at_batch, both, int_operand,
+    FAR, And, Dense, Full, Mask, Not, Or, Position, TileGrid, as_mask, at_batch, batch_of, both, int_operand,
     is_array, largest, to_blocks, true_like, xp_of,
 )  # fmt: skip
 

@@ -20,45 +20,53 @@ def widen(row, shape, axis: int = 0):
 
 
 def logits(qk, scale: float, soft_cap: float | None, bias=None):
-    """Base-2 logits of a tile, and what the cap's derivative needs.
+    """The logits of a tile as x·factor in base 2, so that one FMA an element does scale and shift.
 
     Args:
         qk: q·k, float32.
         scale: multiplies qk.
-        soft_cap: c, for c·tanh(x / c) of the scaled and biased logits; or None.
+        soft_cap: c, for c·tanh(y / c) of the scaled and biased logits y; or None.
         bias: float32 tile added after scaling and before the cap; or None.
 
     Returns:
-        the logits; and tanh(x / c), None without a cap.
+        x: a tile; with a cap it is tanh(y / c), which the cap's derivative needs.
+        factor: a positive Python float, so that the maximum of x is at the maximum of the logits.
     """
     if soft_cap is None and bias is None:
-        return qk * (scale * LOG2E), None
-    x = qk * scale
+        if scale > 0.0:
+            return qk, scale * LOG2E
+        return (-qk, -scale * LOG2E) if scale < 0.0 else (qk * 0.0, LOG2E)
+    y = qk * scale
     if bias is not None:
-        x = x + bias
+        y = y + bias
     if soft_cap is None:
-        return x * LOG2E, None
-    tanh = jnp.tanh(x * (1.0 / soft_cap))
-    return tanh * (soft_cap * LOG2E), tanh
+        return y, LOG2E
+    return jnp.tanh(y * (1.0 / soft_cap)), soft_cap * LOG2E
 
 
-def online_softmax(row_max, row_sum, s, *, guard: bool):
+def exp2_of(x, factor: float, shift):
+    """2^(x·factor - shift), elementwise; kernels replace it by the hardware's instructions."""
+    return jnp.exp2(x * factor - shift)
+
+
+def online_softmax(row_max, row_sum, x, factor: float, *, guard: bool, exp2=exp2_of):
     """Takes one more tile of logits into the running softmax.
 
     Args:
         row_max: running maximum of the base-2 logits, -inf at the start.
-        row_sum: running sum of 2^(s - row_max).
-        s: [rows, keys] base-2 logits, -inf where masked.
+        row_sum: running sum of 2^(logit - row_max).
+        x, factor: from `logits`; x is -inf where masked.
         guard: whether a row may have seen nothing yet, so that its maximum stays -inf.
+        exp2: see `exp2_of`.
 
     Returns:
-        the new maximum and sum; the factor for what was accumulated; and p = 2^(s - maximum).
+        the new maximum and sum; the factor for what was accumulated; and p = 2^(logit - maximum).
     """
-    new_max = jnp.maximum(row_max, s.max(axis=1))
+    new_max = jnp.maximum(row_max, x.max(axis=1) * factor)
     # -inf minus -inf is NaN; subtracting 0 instead leaves 2^-inf = 0, which is what such rows need.
     base = jnp.where(new_max == -jnp.inf, 0.0, new_max) if guard else new_max
-    correction = jnp.exp2(row_max - base)
-    p = jnp.exp2(s - widen(base, s.shape))
+    correction = exp2(row_max, 1.0, base)
+    p = exp2(x, factor, widen(base, x.shape))
     return new_max, row_sum * correction + p.sum(axis=1), correction, p
 
 
@@ -87,18 +95,18 @@ def finalize(row_max, row_sum, sink=None):
     return factor, lse
 
 
-def probabilities(s, lse_log2, axis: int = 0):
-    """P again from the logits and the saved lse (base 2, +inf for rows that see nothing)."""
-    return jnp.exp2(s - widen(lse_log2, s.shape, axis))
+def probabilities(x, factor: float, lse_log2, axis: int = 0, exp2=exp2_of):
+    """P again from `logits` and the saved lse (base 2, +inf for rows that see nothing)."""
+    return exp2(x, factor, widen(lse_log2, x.shape, axis))
 
 
-def dlogits(p, dp, delta, tanh, axis: int = 0):
+def dlogits(p, dp, delta, tanh=None, axis: int = 0):
     """Gradient of the natural-log logits before the cap: p·(dp - delta)·(1 - tanh²).
 
     Args:
         p, dp: tiles.
         delta: rowsum(out·dout) - dlse, a row vector along `axis`.
-        tanh: from `logits`.
+        tanh: x of `logits` with a cap, where nothing is masked; None without a cap.
     """
     ds = p * (dp - widen(delta, p.shape, axis))
     return ds if tanh is None else ds * (1.0 - tanh * tanh)

@@ -216,8 +216,8 @@ def test_plans_equal_expressions_and_jax_nn():
     np.testing.assert_allclose(planned, logits_of(model, batch, layer_masks)[0, real], atol=2e-5)
     jax_nn = logits_of(model, batch, peer.dense_masks, attention=peer.attention_fn("jax_xla"))
     np.testing.assert_allclose(planned, jax_nn[0, real], atol=2e-5)
+    capped = make_model(soft_cap=5.0)
     with pytest.raises(NotImplementedError, match="soft_cap"):
-        capped = make_model(soft_cap=5.0)
         logits_of(capped, batch, peer.dense_masks, attention=peer.attention_fn("jax_xla"))
 
 

@@ -103,11 +103,12 @@ def _dq_take(kv_block, dq, partial: bool, *, inputs, call, at, q, dout, vectors,
     k = common.load_rows(inputs.k, kv_start, tiles.block_kv, spec.head_dim, rows)
     v = common.load_rows(inputs.v, kv_start, tiles.block_kv, spec.v_dim, rows)
     lse_log2, delta = vectors
-    s, tanh = common.tile_logits(inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at)
+    s, factor = common.tile_logits(inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at)
+    tanh = None if spec.soft_cap is None else s
     if partial:
         seen = common.seen(inputs.mask, at, call, tiles, (q_start, kv_start))
         s = jnp.where(seen, s, -jnp.inf)
-    p = tile_math.probabilities(s, lse_log2)
+    p = tile_math.probabilities(s, factor, lse_log2, exp2=common.exp2_for(call))
     ds = tile_math.dlogits(p, common.dot_chunks(dout, v), delta, tanh)
     return common.add_dots(dq, ds.astype(inputs.k.dtype), k)
 
@@ -205,12 +206,13 @@ def _dkv_take(q_block, carry, partial: bool, *, inputs, call, at, member, k, v, 
     lse_log2, delta = common.load_residuals(inputs, member, q_start, tiles.block_q, length)
     dout = common.load_rows(inputs.dout, q_start, tiles.block_q, spec.v_dim, rows, member)
     where = (q_start, kv_start)
-    s, tanh = common.tile_logits(
+    s, factor = common.tile_logits(
         inputs, call, tiles, common.dot_chunks(k, q), where, at, transposed=True
     )
+    tanh = None if spec.soft_cap is None else s
     if partial:
         s = jnp.where(common.seen(inputs.mask, at, call, tiles, where, transposed=True), s, -jnp.inf)
-    p = tile_math.probabilities(s, lse_log2, axis=1)
+    p = tile_math.probabilities(s, factor, lse_log2, axis=1, exp2=common.exp2_for(call))
     dv = common.add_dots(dv, p.astype(inputs.q.dtype), dout)
     ds = tile_math.dlogits(p, common.dot_chunks(v, dout), delta, tanh, axis=1)
     return common.add_dots(dk, ds.astype(inputs.q.dtype), q), dv

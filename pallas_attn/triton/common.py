@@ -1,6 +1,7 @@
 """What the three Triton kernels share: operands, loads, the blocks to visit, and the launch."""
 
 import contextlib
+import struct
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,29 @@ def dot(a, b, *, transpose_b: bool = False):
     return lax.dot_general(
         a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def exp2_for(call: Call):
+    """`tile_math.exp2_of` as two instructions.
+
+    Triton's own exp2 guards against denormals with three more instructions an element, and XLA does not
+    let it fuse the scaling into the subtraction. Flushing denormal probabilities to 0 costs nothing.
+    """
+    if call.interpret:
+        return tile_math.exp2_of
+
+    def exp2(x, factor: float, shift):
+        constant = struct.pack(">f", factor).hex()
+        (out,) = pltriton.elementwise_inline_asm(
+            f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{constant}, $2; ex2.approx.ftz.f32 $0, t; }}",
+            args=[x, -shift],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return out
+
+    return exp2
 
 
 def dot_chunks(a, b):

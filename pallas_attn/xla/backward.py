@@ -92,9 +92,10 @@ def _tile(call: Call, bias, mask, grid, row, column, state):
     dq, dk, dv, bias_grad = state
     qk = chunks.einsum("bhgqd,bhkd->bhgqk", q_tile, k_tile, spec)
     bias_tile = chunks.bias_tile(bias, spec, grid, q_block, kv_block)
-    s, tanh = tile_math.logits(qk, spec.scale, spec.soft_cap, bias_tile)
-    s = jnp.where(chunks.visible(mask, spec, grid, q_block, kv_block), s, -jnp.inf)
-    p = chunks.over_heads(tile_math.probabilities)(s, lse_tile)
+    x, factor = tile_math.logits(qk, spec.scale, spec.soft_cap, bias_tile)
+    tanh = None if spec.soft_cap is None else x
+    x = jnp.where(chunks.visible(mask, spec, grid, q_block, kv_block), x, -jnp.inf)
+    p = chunks.over_heads(lambda tile, lse: tile_math.probabilities(tile, factor, lse))(x, lse_tile)
     dp = chunks.einsum("bhgqd,bhkd->bhgqk", dout_tile, v_tile, spec)
     ds = chunks.over_heads(tile_math.dlogits)(p, dp, delta_tile, tanh)
     low = ds.astype(q_tile.dtype)

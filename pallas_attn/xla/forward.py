@@ -46,10 +46,12 @@ def forward(call: Call, q, k, v, bias, sinks, table):
             row_max, row_sum, acc = carry
             qk = chunks.einsum("bhgqd,bhkd->bhgqk", q_tile, k_tile, spec)
             bias_tile = chunks.bias_tile(bias, spec, grid, q_block, kv_block)
-            s, _ = tile_math.logits(qk, spec.scale, spec.soft_cap, bias_tile)
+            s, factor = tile_math.logits(qk, spec.scale, spec.soft_cap, bias_tile)
             s = jnp.where(chunks.visible(mask, spec, grid, q_block, kv_block), s, -jnp.inf)
             step = chunks.over_heads(
-                lambda top, total, tile: tile_math.online_softmax(top, total, tile, guard=True)
+                lambda top, total, tile: tile_math.online_softmax(
+                    top, total, tile, factor, guard=True
+                )
             )
             row_max, row_sum, correction, p = step(row_max, row_sum, s)
             pv = chunks.einsum("bhgqk,bhkd->bhgqd", p.astype(v_tile.dtype), v_tile, spec)
