@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"checkpoint, log.jsonl and loss.png in {options.out}; a sample:\n")
     prompt = "def "
     tokens = generate(
-        trainer.graphdef,
+        trainer.program.graphdef,
         trainer.state["params"],
         data.encode(prompt.encode()),
         300,

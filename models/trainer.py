@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +132,43 @@ def make_step(config: RunConfig, graphdef: nnx.GraphDef) -> Callable[..., Any]:
     return step
 
 
+class Program(NamedTuple):
+    """The jitted functions of one configuration on one mesh."""
+
+    graphdef: nnx.GraphDef
+    shardings: State  # of the weights and the optimizer state
+    create: Callable[[], State]
+    train_step: Callable[..., Any]
+    loss: Callable[..., Any]
+
+
+@functools.lru_cache(maxsize=8)
+def build(config: RunConfig, mesh: Mesh) -> Program:
+    """Builds a run's functions; equal runs share them, and so what was compiled.
+
+    Args:
+        config: Of the run.
+        mesh: From `make_mesh`.
+    """
+    graphdef, params = abstract_model(config.model, config.dtype)
+    optimizer, _ = make_optimizer(config.optim)
+
+    def create():
+        model = GPT(config.model, rngs=nnx.Rngs(config.seed), dtype=config.dtype)
+        params = nnx.state(model, nnx.Param)
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    shapes = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    shardings = place(shapes, mesh)
+    train_step = jax.jit(
+        make_step(config, graphdef),
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(mesh, P())),
+    )
+    loss = jax.jit(make_loss(config, graphdef))
+    return Program(graphdef, shardings, jax.jit(create, out_shardings=shardings), train_step, loss)
+
+
 class Trainer:
     """A model, its optimizer and its data on a mesh, at some step."""
 
@@ -156,25 +193,10 @@ class Trainer:
         sizes = {"row_len": config.batch.row_len, "rows": config.batch.rows}
         self.train_rows = data.PackedRows(train, seed=config.seed, **sizes)
         self.held_out_rows = data.PackedRows(held_out, seed=0, **sizes)
-        self.graphdef, params = abstract_model(config.model, config.dtype)
-        optimizer, _ = make_optimizer(config.optim)
-
-        def create():
-            model = GPT(config.model, rngs=nnx.Rngs(config.seed), dtype=config.dtype)
-            params = nnx.state(model, nnx.Param)
-            return {"params": params, "opt_state": optimizer.init(params)}
-
-        shapes = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-        self.shardings = place(shapes, self.mesh)
+        self.program = build(config, self.mesh)
         self.batch_sharding = NamedSharding(self.mesh, P(None, *ROWS))
         with jax.set_mesh(self.mesh):
-            self.state: State = jax.jit(create, out_shardings=self.shardings)()
-        self._train_step = jax.jit(
-            make_step(config, self.graphdef),
-            donate_argnums=0,
-            out_shardings=(self.shardings, NamedSharding(self.mesh, P())),
-        )
-        self._held_out_loss = jax.jit(make_loss(config, self.graphdef))
+            self.state: State = self.program.create()
 
     def _check(self) -> None:
         batch, mesh = self.config.batch, self.mesh.shape
@@ -208,7 +230,7 @@ class Trainer:
         while self.step < until:
             batch = self.train_rows.batch(self.step)
             with jax.set_mesh(self.mesh):
-                self.state, metrics = self._train_step(
+                self.state, metrics = self.program.train_step(
                     self.state, np.int32(self.step), self._on_device(batch)
                 )
             flops = train_flops(self.config.model, batch.positions, batch.segment_ids)
@@ -237,7 +259,7 @@ class Trainer:
             batches = self._on_device(self.held_out_rows.batch(step))
             for micro in range(self.config.batch.accum):
                 with jax.set_mesh(self.mesh):
-                    part = self._held_out_loss(
+                    part = self.program.loss(
                         self.state["params"], jax.tree.map(lambda x, m=micro: x[m], batches)
                     )
                 loss, count = loss + float(part[0]), count + int(part[1])
@@ -248,7 +270,7 @@ class Trainer:
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             self.state,
-            self.shardings,
+            self.program.shardings,
         )
         self.state, self.step = run.restore(like), run.last_step or 0
 

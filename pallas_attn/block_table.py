@@ -159,12 +159,12 @@ def _runs_of(some, every):
     xp = xp_of(some, every)
     index = np.arange(some.shape[-1], dtype=np.int32)
     far, end = np.int32(FAR), np.int32(some.shape[-1])
-    first = xp.where(some, index, far).min(-1)
-    last = xp.where(some, index + np.int32(1), np.int32(0)).max(-1)
-    full_first = xp.where(every, index, far).min(-1)
+    first = xp.where(some, index, far).min(-1, initial=far)
+    last = xp.where(some, index + np.int32(1), np.int32(0)).max(-1, initial=0)
+    full_first = xp.where(every, index, far).min(-1, initial=far)
     # The end of the first unbroken run: should there be others, they are visited as partial ones.
     gap = ~every & (index > full_first[..., None])
-    full_last = xp.where(gap, index, end).min(-1)
+    full_last = xp.where(gap, index, end).min(-1, initial=end)
     return _ordered(first, full_first, full_last, last)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from flax import linen as nn
 from flax.linen import dtypes
 
+import pallas_attn as pa
 from pallas_attn import _flax_common as common
 from pallas_attn._flax_common import ATTENTION_DEFAULTS, AttentionOptions
 
@@ -181,12 +182,14 @@ class Attention(nn.Module):
 
     @nn.nowrap
     def pattern(self, offset=0):
-        """The mask that self-attention has by itself (`causal`, `window`), or None.
+        """The mask that self-attention has by itself: `causal` and `window`, else `pa.Full()`.
+
+        What a planned table has to contain: `pa.plan(layer.pattern() & pa.Document(ids), ...)`.
 
         Args:
             offset: int or int32 scalar, the key index of the first query.
         """
-        return common.pattern(self.causal, self.window, offset)
+        return common.pattern(self.causal, self.window, offset) or pa.Full()
 
     @nn.nowrap
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> dict[str, Any]:

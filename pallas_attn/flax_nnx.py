@@ -18,6 +18,7 @@ from flax import nnx
 from flax.core import meta
 from flax.nnx.nn import dtypes
 
+import pallas_attn as pa
 from pallas_attn import _flax_common as common
 from pallas_attn._flax_common import AttentionOptions
 
@@ -192,12 +193,14 @@ class Attention(nnx.Module):
         return self.out(out if cache is None else cache.guard(out))
 
     def pattern(self, offset=0):
-        """The mask that self-attention has by itself (`causal`, `window`), or None.
+        """The mask that self-attention has by itself: `causal` and `window`, else `pa.Full()`.
+
+        What a planned table has to contain: `pa.plan(layer.pattern() & pa.Document(ids), ...)`.
 
         Args:
             offset: int or int32 scalar, the key index of the first query.
         """
-        return common.pattern(self.causal, self.window, offset)
+        return common.pattern(self.causal, self.window, offset) or pa.Full()
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> None:
         """Makes an empty cache for `decode=True`; call it again to start anew.

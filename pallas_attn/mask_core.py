@@ -155,12 +155,15 @@ class Mask:
         """(batch, q_heads) that the mask's own arrays imply; 1 where they do not say."""
         return 1, 1
 
-    def __and__(self, other: "Mask") -> "Mask":
+    # NumPy would otherwise try `array & mask` element by element.
+    __array_ufunc__ = None
+
+    def __and__(self, other) -> "Mask":
         return And(self, as_mask(other))
 
     __rand__ = __and__
 
-    def __or__(self, other: "Mask") -> "Mask":
+    def __or__(self, other) -> "Mask":
         return Or(self, as_mask(other))
 
     __ror__ = __or__

@@ -83,7 +83,7 @@ class SlidingWindow(Mask):
                 raise ValueError(
                     f"{name}: got {size!r}, expected an int from 0 up, or None for open"
                 )
-        self.left, self.right = left, right
+        self.left, self.right = (None if n is None or n >= FAR else int(n) for n in (left, right))
         self.center = Causal(offset, align)
 
     def row_span(self, at):

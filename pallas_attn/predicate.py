@@ -14,18 +14,31 @@ import jax.numpy as jnp
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 # Primitives that only change the shape of a one-element value; on tiles they do nothing.
 _RESHAPES = ("squeeze", "reshape", "broadcast_in_dim", "copy", "copy_p", "expand_dims")
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr",
-          "custom_jvp_call": "call_jaxpr", "remat": "jaxpr", "checkpoint": "jaxpr"}  # fmt: skip
+# Functions called by a trace and the parameter that holds them; they are inlined.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+_CONTROL_FLOW = ("cond", "while", "scan")
 
 
 class Trace:
-    """A traced predicate, compared by its text so that equal predicates share compiled code."""
+    """A traced predicate, compared by its text so that equal predicates share compiled code.
+
+    The text holds no values of closed-over arrays: all of those are operands.
+    """
 
     def __init__(self, jaxpr):
         self.jaxpr = jaxpr
 
     @functools.cached_property
     def text(self) -> str:
+        """The operations, closed-over arrays by type only."""
         return str(self.jaxpr)
 
     def uses(self, index: int) -> bool:
@@ -61,37 +74,62 @@ def trace(fn) -> tuple[Trace, tuple[jax.Array, ...]]:
         )
     if closed.out_avals[0].dtype != jnp.bool_:
         raise TypeError(f"Predicate: fn gave {closed.out_avals[0].dtype}, expected bool")
+    # Arrays that an inner jit closes over become arrays of the whole trace.
+    closed = jax.make_jaxpr(lambda *at: _inline(closed.jaxpr, closed.consts, at))(*[_INDEX] * 4)
     _check(closed.jaxpr)
     return Trace(closed.jaxpr), tuple(jnp.asarray(c) for c in closed.consts)
 
 
-def _check(jaxpr, arrays=None):
+def _inline(jaxpr, consts, args):
+    """Runs a trace with the functions that it calls spelled out."""
+
+    def take(eqn, ins):
+        if (param := _CALLS.get(eqn.primitive.name)) is not None:
+            inner = eqn.params[param]
+            return _inline(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), ins)
+        out = eqn.primitive.bind(*ins, **eqn.params)
+        return out if eqn.primitive.multiple_results else [out]
+
+    return _run(jaxpr, consts, args, take)
+
+
+def _run(jaxpr, consts, args, take):
+    """Interprets a trace; `take(eqn, ins)` gives the outputs of one operation."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(var):
+        return jnp.asarray(var.val, var.aval.dtype) if hasattr(var, "val") else values[var]
+
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, take(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _check(jaxpr):
     """Refuses, by name, what `evaluate` could not do."""
-    arrays = set(jaxpr.constvars) if arrays is None else arrays
+    arrays = set(jaxpr.constvars)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "dynamic_slice" and eqn.invars[0] in arrays:
+        if name == "dynamic_slice" and not hasattr(eqn.invars[0], "val") and eqn.invars[0] in arrays:
             if any(size != 1 for size in eqn.params["slice_sizes"]):
                 raise NotImplementedError(
                     "Predicate: reads more than one element of an array at once"
                 )
             continue
-        if name in _CALLS:
-            inner = _inner(eqn)
-            _check(inner, {i for i, o in zip(inner.invars, eqn.invars, strict=True)
-                           if not hasattr(o, "val") and o in arrays} | set(inner.constvars))  # fmt: skip
-            continue
-        sizes = [v.aval.size for v in (*eqn.invars, *eqn.outvars)]
-        if any(size != 1 for size in sizes):
+        if name in _CONTROL_FLOW or name.startswith("random_"):
             raise NotImplementedError(
-                f"Predicate: operation {name!r} works on arrays of {sizes} elements; inside a "
-                "predicate only scalars and array[scalar, ...] can be used"
+                f"Predicate: operation {name!r} has no form for whole tiles (in place of control "
+                "flow use jnp.where)"
             )
-
-
-def _inner(eqn):
-    inner = eqn.params[_CALLS[eqn.primitive.name]]
-    return getattr(inner, "jaxpr", inner)
+        avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        single = all(a.size == 1 for a in avals)
+        if not single or (name not in _RESHAPES and any(a.shape for a in avals)):
+            raise NotImplementedError(
+                f"Predicate: operation {name!r} works on arrays of shapes "
+                f"{[a.shape for a in avals]}; inside a predicate only scalars and "
+                "array[scalar, ...] can be used"
+            )
 
 
 def evaluate(traced: Trace, arrays, batch, head, q, kv):
@@ -111,29 +149,18 @@ def evaluate(traced: Trace, arrays, batch, head, q, kv):
 
 
 def _evaluate(jaxpr, consts, args, shape):
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(var):
-        return jnp.asarray(var.val, var.aval.dtype) if hasattr(var, "val") else values[var]
-
-    for eqn in jaxpr.eqns:
+    def take(eqn, ins):
         name = eqn.primitive.name
-        ins = [read(v) for v in eqn.invars]
         if name == "dynamic_slice":
-            outs = [_lookup(ins[0], eqn.invars[0].aval.shape, ins[1:])]
-        elif name in _RESHAPES:
-            outs = [ins[0]]
-        elif name in _CALLS:
-            inner = _inner(eqn)
-            outs = _evaluate(inner, getattr(eqn.params[_CALLS[name]], "consts", ()), ins, shape)
-        else:
-            # Scalars meet tiles only in one shape: Triton has no implicit broadcasting.
-            wide = jnp.broadcast_shapes(*(jnp.shape(x) for x in ins)) if ins else shape
-            out = eqn.primitive.bind(*(jnp.broadcast_to(x, wide) for x in ins), **eqn.params)
-            outs = out if eqn.primitive.multiple_results else [out]
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+            return [_lookup(ins[0], eqn.invars[0].aval.shape, ins[1:])]
+        if name in _RESHAPES:
+            return [ins[0]]
+        # Scalars meet tiles only in one shape: Triton has no implicit broadcasting.
+        wide = jnp.broadcast_shapes(*(jnp.shape(x) for x in ins)) if ins else shape
+        out = eqn.primitive.bind(*(jnp.broadcast_to(x, wide) for x in ins), **eqn.params)
+        return out if eqn.primitive.multiple_results else [out]
+
+    return _run(jaxpr, consts, args, take)
 
 
 def _lookup(array, shape, indices):

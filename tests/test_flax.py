@@ -104,7 +104,7 @@ def softmax_by_hand(q, k, v, mask=True, *, bias=0.0, cap=None, scale=None, sinks
     return np.einsum("...hqk,...khd->...qhd", weights / np.where(total == 0, 1, total), v)
 
 
-def layer_by_hand(params, x, mask, *, kv=None, rotate=lambda a: a, **options):
+def layer_by_hand(params, x, mask, *, kv=None, rotate=lambda a: a, rotate_kv=None, **options):
     """An Attention layer in float64 NumPy."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     q, k, v = (
@@ -115,7 +115,13 @@ def layer_by_hand(params, x, mask, *, kv=None, rotate=lambda a: a, **options):
             ("value", x if kv is None else kv),
         )
     )
-    out = softmax_by_hand(rotate(q), rotate(k), v, mask, sinks=p.get("sinks"), **options)
+    if "query_ln" in p:  # RMS, before RoPE.
+        q, k = (
+            a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * p[n]["scale"]
+            for a, n in ((q, "query_ln"), (k, "key_ln"))
+        )
+    q, k = rotate(q), (rotate_kv or rotate)(k)
+    out = softmax_by_hand(q, k, v, mask, sinks=p.get("sinks"), **options)
     return np.einsum("...qhd,hdf->...qf", out, p["out"]["kernel"]) + p["out"]["bias"]
 
 
@@ -339,7 +345,7 @@ def test_flax_decode_with_attention_fn(x):
 def test_attention_by_hand(x):
     options = {
         "num_kv_heads": 2, "head_dim": 16, "v_dim": 8, "causal": True, "window": (3, 0),
-        "rope_theta": 100.0, "soft_cap": 2.0, "scale": 0.5, "use_sinks": True,
+        "rope_theta": 100.0, "soft_cap": 2.0, "scale": 0.5, "use_sinks": True, "qk_norm": "rms",
     }  # fmt: skip
     layer, twin, params = pair(**options)
     assert params["sinks"].shape == (HEADS,)
@@ -481,8 +487,8 @@ def test_mask_argument(x):
 
 
 def test_pattern():
-    assert nnx_attention().pattern() is None
-    assert flax_linen.Attention(HEADS).pattern() is None
+    assert isinstance(nnx_attention().pattern(), pa.Full)
+    assert isinstance(flax_linen.Attention(HEADS).pattern(), pa.Full)
     want = repr(pa.Causal(offset=2) & pa.SlidingWindow(3, 3, offset=2))
     assert repr(nnx_attention(causal=True, window=3).pattern(2)) == want
     assert repr(flax_linen.Attention(HEADS, causal=True, window=3).pattern(2)) == want
@@ -553,14 +559,14 @@ def test_cross_attention_has_no_self_defaults(kv_features):
 
 
 def test_cross_attention_turns_by_given_positions_only(x):
-    layer, twin, _ = pair(causal=True, rope_theta=1e4)
-    y = x + 0.0  # Another array of the same numbers: cross attention.
-    positions = jnp.arange(LEN, dtype=jnp.int32)
-    given = {"positions": positions, "kv_positions": positions, "mask": pa.Causal()}
-    whole = layer(x, y, **given)
-    close(whole, layer(x), 1e-6)
-    close(twin(x, y, **given), whole, 1e-6)
-    assert float(jnp.abs(layer(x, y, mask=pa.Causal()) - whole).max()) > 1e-3
+    layer, twin, params = pair(causal=True, rope_theta=1e4)
+    y, positions = normal(2, 2, LEN, FEATURES), jnp.arange(LEN, dtype=jnp.int32)
+    given = {"positions": positions, "kv_positions": 2 * positions}
+    turns = [turn_by_hand(p, 1e4) for p in given.values()]
+    turned = layer_by_hand(params, x, True, kv=y, rotate=turns[0], rotate_kv=turns[1])
+    close(layer(x, y, **given), turned)
+    close(twin(x, y, **given), turned)
+    assert float(np.abs(layer_by_hand(params, x, True, kv=y) - turned).max()) > 1e-2
 
 
 def test_calls_are_checked(x):

@@ -16,6 +16,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from flax import nnx
 
+import pallas_attn as pa
 from models import data, peer
 from models.compare import train_curve
 from models.gpt import (
@@ -28,7 +29,7 @@ from models.gpt import (
     summed_loss,
     train_flops,
 )
-from models.runs import BatchConfig, OptimConfig, Run, RunConfig
+from models.runs import BatchConfig, Run, RunConfig
 from models.sample import generate, load
 from models.train import PRESETS, override, parse, train
 from models.trainer import Trainer, make_mesh
@@ -173,11 +174,15 @@ def make_model(seed=0, **attention) -> GPT:
     return model
 
 
-def logits_of(model: GPT, batch: data.Batch, plan=plan_masks, **options):
-    tokens, positions, segment_ids = (
-        jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)
-    )
-    return model(tokens, positions, plan(model.config, segment_ids), **options)
+@functools.partial(jax.jit, static_argnames=("graphdef", "plan", "attention", "remat"))
+def run_model(graphdef, params, batch, plan, attention, remat):
+    model = nnx.merge(graphdef, params)
+    masks = plan(model.config, batch.segment_ids)
+    return model(batch.tokens, batch.positions, masks, attention=attention, remat=remat)
+
+
+def logits_of(model: GPT, batch: data.Batch, plan=plan_masks, attention=pa.mha, remat="none"):
+    return run_model(*nnx.split(model, nnx.Param), batch, plan, attention, remat)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -188,11 +193,12 @@ def test_packed_documents_equal_each_document_alone(name):
     assert np.isfinite(together).all()
     for segment in range(packed.segment_ids.max() + 1):
         index = np.flatnonzero(packed.segment_ids[0] == segment)
-        alone = data.Batch(*(array[:, index] for array in packed))
-        alone = alone._replace(segment_ids=np.zeros_like(alone.segment_ids))
-        np.testing.assert_allclose(
-            together[index], np.asarray(logits_of(model, alone))[0], atol=2e-5
-        )
+        alone = data.Batch(*(np.full_like(array, -1) for array in packed))
+        alone.tokens[:], alone.positions[:] = data.PAD, 0
+        for array, source in zip(alone, packed, strict=True):
+            array[0, : len(index)] = source[0, index]
+        found = np.asarray(logits_of(model, alone))[0, : len(index)]
+        np.testing.assert_allclose(together[index], found, atol=2e-5)
 
 
 def test_window_layers_see_no_further():
@@ -228,7 +234,7 @@ def test_remat_changes_no_gradient(remat):
     batch = data.PackedRows(made_up_documents((30, 30)), row_len=64, rows=1).batch(0)
 
     def loss(params, remat):
-        logits = logits_of(nnx.merge(graphdef, params), batch, remat=remat)
+        logits = run_model(graphdef, params, batch, plan_masks, pa.mha, remat)
         return summed_loss(logits, jnp.asarray(batch.targets))[0]
 
     grads = {
@@ -303,21 +309,24 @@ def test_training_learns_logs_and_samples(tmp_path):
     greedy = draw(temperature=0.0)
     model, tokens = nnx.merge(graphdef, params), data.encode(b"def")
     for token in greedy[:5]:
-        row = jnp.asarray(tokens)[None]
-        positions = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
-        logits = model(row, positions, layer_masks(model.config, jnp.zeros_like(row)))
-        assert int(jnp.argmax(logits[0, -1])) == token
+        # The buffer's unwritten end must not count, whatever it holds.
+        row = np.zeros((1, 64), np.int32)
+        row[0, : len(tokens)] = tokens
+        positions = np.arange(64, dtype=np.int32)[None]
+        batch = data.Batch(row, row, np.zeros_like(row), positions)
+        logits = logits_of(model, batch, layer_masks)
+        assert int(jnp.argmax(logits[0, len(tokens) - 1])) == token
         tokens = np.append(tokens, token)
 
 
 def test_resumed_run_is_bit_equal(tmp_path):
-    config = dataclasses.replace(TINY, optim=OptimConfig(steps=6, warmup=2))
     documents = repetitive_documents()
-    whole = train(config, tmp_path / "whole", documents=documents, eval_every=3)
-    train(config, tmp_path / "parts", documents=documents, eval_every=3, until=3)
+    to = functools.partial(train, TINY, documents=documents, eval_every=3)
+    whole = to(tmp_path / "whole", until=6)
+    to(tmp_path / "parts", until=3)
     parts = Run(tmp_path / "parts")
     parts.log([{"step": 4, "loss": 0.0}])  # as a run leaves it that died after its checkpoint
-    resumed = train(config, parts.folder, documents=documents, eval_every=3, resume=True)
+    resumed = to(parts.folder, until=6, resume=True)
     assert resumed.step == whole.step == 6
     assert_same_trees(whole.state, resumed.state)
     for key in ("loss", "held_out_loss"):
@@ -351,23 +360,30 @@ def test_accumulation_equals_one_batch():
 
 
 def test_train_curve_agrees_with_jax_nn():
-    config = dataclasses.replace(TINY, optim=OptimConfig(steps=5, warmup=2))
     documents = repetitive_documents()
     ours, theirs = (
-        train_curve(dataclasses.replace(config, attention=name), documents, mesh=one_device())
+        train_curve(dataclasses.replace(TINY, attention=name), documents, mesh=one_device())
         for name in ("pallas_attn", "jax_xla")
     )
     losses = [[record["loss"] for record in curve["records"]] for curve in (ours, theirs)]
-    np.testing.assert_allclose(*losses, rtol=1e-4)
+    np.testing.assert_allclose(*losses, rtol=2e-3)
     assert ours["tokens_per_s"] > 0
 
 
-def test_bfloat16_trains():
-    config = dataclasses.replace(TINY, dtype="bfloat16", optim=OptimConfig(steps=3, warmup=1))
+def test_bfloat16_trains_with_every_option():
+    attention = dataclasses.replace(TINY.model.attention, soft_cap=20.0, sinks=True)
+    config = dataclasses.replace(
+        TINY,
+        model=dataclasses.replace(TINY.model, attention=attention),
+        dtype="bfloat16",
+        remat="save_attention",
+    )
     trainer = Trainer(config, repetitive_documents(), mesh=one_device())
-    records = [record for group in trainer.run(3) for record in group]
-    assert all(np.isfinite(record["loss"]) for record in records)
+    losses = [record["loss"] for group in trainer.run(20) for record in group]
+    assert losses[-1] < losses[0] - 1.0
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trainer.state["params"]))
+    sinks = trainer.state["params"]["blocks"][0]["attention"]["sinks"][...]
+    assert (np.asarray(sinks) != 0).all()
 
 
 def test_wrong_splits():

@@ -6,6 +6,7 @@ JAX deprecates this lowering since 0.11. It stays in this one folder, behind the
 import dataclasses
 
 from pallas_attn.gpu import Gpu
+from pallas_attn.partition import spread
 from pallas_attn.spec import KERNEL_DTYPES, MAX_HEAD_DIM, Spec
 from pallas_attn.tiles import KernelTiles, Tiles, padded_dim
 
@@ -48,20 +49,21 @@ def run_forward(call, q, k, v, bias, sinks, table):
     from pallas_attn.triton.common import Inputs
     from pallas_attn.triton.forward import forward
 
-    return forward(call, Inputs(q, k, v, table.fwd, table.mask, bias=bias, sinks=sinks))
+    inputs = Inputs(q, k, v, table.fwd, table.mask, bias=bias, sinks=sinks)
+    return spread(forward, call, inputs, ("out", "lse"))
 
 
 def run_backward(call, q, k, v, bias, table, residuals):
     """dq, dk, dv; and the bias's gradient by the plain-JAX backend, which XLA drops when unused."""
-    from pallas_attn.triton import backward
+    from pallas_attn.triton.backward import backward_dkv, backward_dq
     from pallas_attn.triton.common import Inputs
 
     lse_log2, delta, dout = residuals
     inputs = Inputs(
         q, k, v, table.dq, table.mask, bias=bias, dout=dout, lse_log2=lse_log2, delta=delta
     )  # fmt: skip
-    dq = backward.backward_dq(call, inputs)
-    dk, dv = backward.backward_dkv(call, inputs._replace(visits=table.dkv))
+    (dq,) = spread(backward_dq, call, inputs, ("dq",))
+    dk, dv = spread(backward_dkv, call, inputs._replace(visits=table.dkv), ("dk", "dv"))
     dbias = None if bias is None else _bias_gradient(call, q, k, v, bias, table, residuals)
     return dq, dk, dv, dbias
 

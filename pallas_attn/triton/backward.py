@@ -34,7 +34,7 @@ def backward_dq(call: Call, inputs: Inputs):
         inputs: all of `Inputs` but sinks; visits are the dq kernel's.
 
     Returns:
-        dq like q.
+        (dq,), dq like q.
     """
     q, v = inputs.q, inputs.v
     (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
@@ -58,7 +58,7 @@ def backward_dq(call: Call, inputs: Inputs):
         delta=row_spec,
         **common.shared_specs(inputs),
     )
-    (dq,) = common.launch(
+    return common.launch(
         functools.partial(_dq_kernel, call=call, num_q=num_q),
         call,
         call.tiles.dq,
@@ -68,7 +68,6 @@ def backward_dq(call: Call, inputs: Inputs):
         specs=specs,
         outs=[(q.shape, q.dtype, common.head_block(block_q, head_dim, q_index))],
     )
-    return dq
 
 
 def _dq_kernel(inputs: Inputs, dq_ref, *, call: Call, num_q: int):

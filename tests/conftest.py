@@ -1,0 +1,37 @@
+"""How all tests run: strict dtypes, backends by name, and what needs a GPU skips without one."""
+
+import jax
+import pytest
+
+from pallas_attn import backends, gpu, testing
+
+# Mixed dtypes that JAX would promote in silence are faults here. (Rank promotion stays allowed: index
+# arithmetic of masks broadcasts [batch, 1, ...] against host arrays of lower rank on purpose.)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser):
+    # Where pytest-timeout is not installed its setting in pyproject.toml would be an unknown one.
+    try:
+        parser.addini("timeout", "limit of a test in seconds (pytest-timeout)")
+    except ValueError:
+        pass
+
+
+def pytest_collection_modifyitems(items):
+    here = gpu.detect()
+    needs = {
+        "gpu": here is None and "needs an NVIDIA GPU, and this machine has none",
+        "hopper": not (here and here.is_hopper) and "needs a GPU of compute capability 9.0",
+    }
+    for item in items:
+        for marker, reason in needs.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=backends.ALL)
+def backend(request):
+    """Each backend's name, while it can run here: kernels by interpretation on a CPU."""
+    with testing.running(request.param):
+        yield request.param
