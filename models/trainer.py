@@ -121,11 +121,13 @@ def make_step(config: RunConfig, graphdef: nnx.GraphDef) -> Callable[..., Any]:
         (loss, count), grads = total
         share = 1.0 / jnp.maximum(count, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g * share, grads)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            updates, opt_state = optimizer.update(grads, state["opt_state"], params)
+            rate = schedule(index)
         metrics = {
             "loss": loss * share,
             "grad_norm": optax.tree.norm(grads),
-            "learning_rate": schedule(index),
+            "learning_rate": rate,
         }
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, metrics
 

@@ -1,11 +1,13 @@
 """From a mask and tile sizes to the blocks that each kernel visits.
 
 Every kernel owns one block of rows (queries, or keys for dk and dv) and loops over blocks of columns.
-Two forms say which, chosen by the mask's kind while tracing:
+Three forms say which, chosen by the mask's kind while tracing:
 
     run     first, full_first, full_last, last: [first, full_first) and [full_last, last) are partly
             visible, [full_first, full_last) fully. For masks that are one interval a row.
-    list    indices of the partly visible blocks, then of the fully visible ones, and both counts.
+    loose   a run, how many of its blocks show nothing after all, and a map of those that do, which is read
+            only where some do not. For documents: contiguous ones, the rule, cost what a run costs.
+    list    indices of the fully visible blocks, then of the partly visible ones, and both counts.
 
 Partly visible blocks run mask code, fully visible ones none, others are not visited. A block that the
 end of the sequence cuts counts as partly visible. Tables of masks without arrays are made by NumPy
@@ -29,32 +31,44 @@ class Visits:
     """The blocks that one kernel visits; leading axes are [batch or 1, q_heads or 1, row blocks].
 
     Attributes:
-        table: int32 [..., 4] for a run, [..., width] block indices for a list.
-        counts: int32 [..., 2]: partly and fully visible blocks, for a list; None for a run.
+        table: int32 [..., 4] for a run, [..., 5] for a loose one, [..., width] block indices for a list.
+        counts: int32 [..., 2]: fully and partly visible blocks, for a list; else None.
+        some: bool [..., column blocks]: blocks with a visible pair, for a loose run; else None.
         any_partial, any_full: False when it is known that no block is of that kind.
     """
 
-    table: Any  # not Array: JAX rebuilds pytrees with shapes and markers for leaves
+    table: Any
     counts: Any
+    some: Any
     any_partial: bool = dataclasses.field(metadata={"static": True})
     any_full: bool = dataclasses.field(metadata={"static": True})
 
     @property
-    def is_run(self) -> bool:
-        """Whether the blocks are given as a run."""
-        return self.counts is None
-
-    def partial_count(self):
-        """Partly visible blocks of each row of blocks."""
+    def form(self) -> str:
+        """ "run", "loose" or "list"."""
         if self.counts is not None:
-            return self.counts[..., 0]
-        return self.table[..., 3] - self.table[..., 0] - self.full_count()
+            return "list"
+        return "run" if self.some is None else "loose"
 
-    def full_count(self):
-        """Fully visible blocks of each row of blocks."""
-        if self.counts is not None:
-            return self.counts[..., 1]
-        return self.table[..., 2] - self.table[..., 1]
+    def kinds(self, columns: int) -> np.ndarray:
+        """What is done with each block, int [..., row blocks, columns]: 0 nothing, 1 partly, 2 fully visible.
+
+        For tests and pictures; on concrete tables.
+        """
+        index, table = np.arange(columns), np.asarray(self.table)[..., None]
+        if self.form == "list":
+            order, full = table[..., 0], np.asarray(self.counts)[..., :1]
+            kind = np.where(np.arange(order.shape[-1]) < full, 2, 1)
+            used = np.arange(order.shape[-1]) < np.asarray(self.counts).sum(-1, keepdims=True)
+            out = np.zeros((*order.shape[:-1], columns), int)
+            np.put_along_axis(out, np.where(used, order, 0), 0, -1)
+            rows = np.nonzero(used)
+            out[(*rows[:-1], order[rows])] = kind[rows]
+            return out
+        first, full_first, full_last, last = (table[..., i, :] for i in range(4))
+        inside, full = (first <= index) & (index < last), (full_first <= index) & (index < full_last)
+        kind = np.where(full, 2, np.where(inside, 1, 0))
+        return kind if self.some is None else np.where(np.asarray(self.some), kind, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +144,7 @@ def row_visits(mask: Mask, grid: TileGrid) -> Visits:
     some, every = mask.tiles(grid)
     kv_first, _ = grid.kv_bounds
     every = every & (kv_first + np.int32(grid.block_kv) <= np.int32(grid.kv_len))
-    return _list(*_to_rank_4(some, every, grid))
+    return (_loose if mask.runs else _list)(*_to_rank_4(some, every, grid))
 
 
 def column_visits(mask: Mask, grid: TileGrid) -> Visits:
@@ -140,7 +154,7 @@ def column_visits(mask: Mask, grid: TileGrid) -> Visits:
     every = every & (q_first + np.int32(grid.block_q) <= np.int32(grid.q_len))
     some, every = (x.swapaxes(-1, -2) for x in _to_rank_4(some, every, grid))
     if mask.row_span(mask_core.row_positions(grid)) is None:
-        return _list(some, every)
+        return (_loose if mask.runs else _list)(some, every)
     return _run(_runs_of(some, every))
 
 
@@ -181,34 +195,41 @@ def _ordered(first, full_first, full_last, last):
 
 def _run(table) -> Visits:
     if not isinstance(table, np.ndarray):
-        return Visits(table, None, any_partial=True, any_full=True)
-    visits = Visits(table, None, any_partial=True, any_full=True)
-    return Visits(
-        table,
-        None,
-        any_partial=bool(visits.partial_count().any()),
-        any_full=bool(visits.full_count().any()),
-    )
+        return Visits(table, None, None, any_partial=True, any_full=True)
+    full = table[..., 2] - table[..., 1]
+    partial = table[..., 3] - table[..., 0] - full
+    return Visits(table, None, None, any_partial=bool(partial.any()), any_full=bool(full.any()))
+
+
+def _loose(some, every) -> Visits:
+    xp = xp_of(some, every)
+    index = np.arange(some.shape[-1], dtype=np.int32)
+    far, none, one = np.int32(FAR), np.int32(0), np.int32(1)
+    first, full_first = (xp.where(x, index, far).min(-1) for x in (some, every))
+    last, full_last = (xp.where(x, index + one, none).max(-1) for x in (some, every))
+    num_some, num_full = (xp.where(x, one, none).sum(-1, dtype=np.int32) for x in (some, every))
+    # Fully visible blocks that are no single run are visited as partly visible ones.
+    full_last = xp.where(full_last - full_first == num_full, full_last, none)
+    run = _ordered(first, full_first, full_last, last)
+    holes = run[..., 3] - run[..., 0] - num_some
+    table = xp.concatenate([run, holes[..., None]], axis=-1)
+    return dataclasses.replace(_run(table[..., :4]), table=table, some=some)
 
 
 def _list(some, every) -> Visits:
     xp = xp_of(some, every)
     width = some.shape[-1]
     index = np.arange(width, dtype=np.int32)
-    # One sort puts partly visible blocks first, then full ones, then the rest.
-    kind = xp.where(every, np.int32(1), xp.where(some, np.int32(0), np.int32(2)))
+    # One sort puts full blocks first, then partly visible ones, then the rest.
+    kind = xp.where(every, np.int32(0), xp.where(some, np.int32(1), np.int32(2)))
     order = xp.sort(kind * np.int32(width) + index, axis=-1) % np.int32(width)
-    counts = xp.stack([(some & ~every).sum(-1), every.sum(-1)], axis=-1).astype(np.int32)
+    counts = xp.stack([every.sum(-1), (some & ~every).sum(-1)], axis=-1).astype(np.int32)
     table = order.astype(np.int32)
     if not isinstance(counts, np.ndarray):
-        return Visits(table, counts, any_partial=True, any_full=True)
+        return Visits(table, counts, None, any_partial=True, any_full=True)
     used = max(1, int(counts.sum(-1).max(initial=0)))
-    return Visits(
-        table[..., :used],
-        counts,
-        any_partial=bool(counts[..., 0].any()),
-        any_full=bool(counts[..., 1].any()),
-    )
+    full, partial = (bool(counts[..., i].any()) for i in (0, 1))
+    return Visits(table[..., :used], counts, None, any_partial=partial, any_full=full)
 
 
 __all__ = ["BlockTable", "Visits", "build", "column_visits", "grid_for", "row_visits"]

@@ -13,6 +13,7 @@ new values never recompile. Inside a kernel the arrays of a mask are references,
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,9 @@ def at_batch(value, batch):
 
 class Mask:
     """Base of all masks; a pytree whose leaves are the mask's arrays."""
+
+    # Whether the visible blocks of a row of blocks are nearly always one run: tables are cheaper then.
+    runs: ClassVar[bool] = False
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, _flatten, lambda aux, xs: _unflatten(cls, aux, xs))
@@ -246,6 +250,8 @@ def span_tiles(grid: TileGrid, start, end):
 class Full(Mask):
     """Everything is visible."""
 
+    runs = True
+
     def allowed(self, at):
         return true_like(at.q, at.kv)
 
@@ -265,6 +271,10 @@ class And(Mask):
 
     def __init__(self, a: Mask, b: Mask):
         self.a, self.b = a, b
+
+    @property
+    def runs(self):
+        return self.a.runs and self.b.runs
 
     def sizes(self):
         (batch_a, heads_a), (batch_b, heads_b) = self.a.sizes(), self.b.sizes()
@@ -306,6 +316,10 @@ class Or(Mask):
 
     def __init__(self, a: Mask, b: Mask):
         self.a, self.b = a, b
+
+    @property
+    def runs(self):
+        return self.a.runs and self.b.runs
 
     def sizes(self):
         (batch_a, heads_a), (batch_b, heads_b) = self.a.sizes(), self.b.sizes()

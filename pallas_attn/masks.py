@@ -36,6 +36,8 @@ class Causal(Mask):
             adds kv_len - q_len to the offset.
     """
 
+    runs = True
+
     def __init__(self, offset=0, align: str = "top_left"):
         if align not in ("top_left", "bottom_right"):
             raise ValueError(f"align: got {align!r}, expected 'top_left' or 'bottom_right'")
@@ -75,6 +77,8 @@ class SlidingWindow(Mask):
         align: as in `Causal`.
     """
 
+    runs = True
+
     def __init__(self, left=None, right=None, *, offset=0, align: str = "top_left"):
         for name, size in (("left", left), ("right", right)):
             if size is not None and (
@@ -113,6 +117,8 @@ class PrefixLM(Mask):
         prefix_len: an int, or an int32 array of rank 0 or [batch].
     """
 
+    runs = True
+
     def __init__(self, prefix_len):
         self.prefix_len = int_operand("prefix_len", prefix_len, 1)
 
@@ -134,6 +140,8 @@ class Chunked(Mask):
 
     With `Causal()` these are the local layers of Llama 4.
     """
+
+    runs = True
 
     def __init__(self, chunk_len: int):
         if isinstance(chunk_len, bool) or not isinstance(chunk_len, int) or chunk_len < 1:
@@ -159,6 +167,8 @@ class Lengths(Mask):
         q_lens: int32 [batch] (or one number), or None when all queries count.
         kv_lens: the same for keys.
     """
+
+    runs = True
 
     def __init__(self, q_lens=None, kv_lens=None):
         self.q_lens = None if q_lens is None else int_operand("q_lens", q_lens, 1)
@@ -196,6 +206,8 @@ class RowSpan(Mask):
     Args:
         start, end: int32 [q_len] or [batch, q_len].
     """
+
+    runs = True
 
     def __init__(self, start, end):
         self.start, self.end = (
@@ -241,15 +253,18 @@ class Predicate(Mask):
         return predicate.evaluate(self.trace, self.arrays, at.batch, at.head, at.q, at.kv)
 
     def tiles(self, grid):
-        # Every pair is asked, one block of queries at a time; memory stays at block_q x kv_len.
+        # Every pair is asked, a few rows at a time, so that memory stays at 128 x kv_len.
         batches = grid.batch if self.trace.uses(0) else 1
         heads = grid.heads if self.trace.uses(1) else 1
+        rows = math.gcd(grid.block_q, 128)
+        parts = (batches, heads, grid.num_q, grid.block_q // rows)
         kv = jnp.arange(grid.num_kv * grid.block_kv, dtype=np.int32)[None, :]
         counts_kv = kv < np.int32(grid.kv_len)
 
-        def row_of_blocks(index):
-            batch, head, block = index
-            q = block * np.int32(grid.block_q) + jnp.arange(grid.block_q, dtype=np.int32)[:, None]
+        def some_rows(index):
+            batch, head, block, part = index
+            first = block * np.int32(grid.block_q) + part * np.int32(rows)
+            q = first + jnp.arange(rows, dtype=np.int32)[:, None]
             counts = counts_kv & (q < np.int32(grid.q_len))
             near = (
                 jnp.minimum(q, np.int32(grid.q_len - 1)),
@@ -260,12 +275,10 @@ class Predicate(Mask):
             every = (seen | ~counts).all(0).reshape(grid.num_kv, grid.block_kv).all(-1)
             return some, every
 
-        index = jnp.unravel_index(
-            jnp.arange(batches * heads * grid.num_q, dtype=np.int32), (batches, heads, grid.num_q)
-        )
-        some, every = jax.lax.map(row_of_blocks, tuple(i.astype(np.int32) for i in index))
-        shape = (batches, heads, grid.num_q, grid.num_kv)
-        return some.reshape(shape), every.reshape(shape)
+        index = jnp.unravel_index(jnp.arange(math.prod(parts), dtype=np.int32), parts)
+        some, every = jax.lax.map(some_rows, tuple(i.astype(np.int32) for i in index))
+        shape = (*parts, grid.num_kv)
+        return some.reshape(shape).any(-2), every.reshape(shape).all(-2)
 
     def __repr__(self):
         return f"Predicate({len(self.trace.jaxpr.eqns)} operations, {len(self.arrays)} arrays)"
@@ -279,6 +292,8 @@ class Document(Mask):
             they see nothing and nothing sees them.
         kv_segment_ids: the same for keys; None for the queries' ids.
     """
+
+    runs = True
 
     def __init__(self, q_segment_ids, kv_segment_ids=None):
         if not is_array(q_segment_ids):
@@ -301,8 +316,11 @@ class Document(Mask):
         return batch_of(self.q_segment_ids, self.kv_segment_ids), 1
 
     def allowed(self, at):
+        # Padding gets two ids that equal nothing, so that one comparison a pair is all there is.
         q_id = self._id(self.q_segment_ids, at.batch, at.q)
-        return (q_id == self._id(self._kv_ids, at.batch, at.kv)) & (q_id >= 0)
+        kv_id = self._id(self._kv_ids, at.batch, at.kv)
+        q_id = jnp.where(q_id < 0, np.int32(-1), q_id)
+        return q_id == jnp.where(kv_id < 0, np.int32(-2), kv_id)
 
     def tiles(self, grid):
         q_low, q_high, q_bits = _id_bounds(self.q_segment_ids, grid.block_q)

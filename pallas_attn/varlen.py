@@ -25,6 +25,8 @@ class Packed(Mask):
         q_len, kv_len: lengths of the packed axes.
     """
 
+    runs = True
+
     def __init__(self, inner: Mask, q_cu, kv_cu, q_len: int, kv_len: int):
         self.inner = inner
         self.q_cu, self.kv_cu = q_cu, kv_cu

@@ -1,8 +1,6 @@
-"""attention_fn inside flax's own modules; our modules against those and against each other."""
+"""The Attention modules: by hand, against each other and flax's own, across, and decoding."""
 
 import functools
-import inspect
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,336 +8,33 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax_truth import (
+    FEATURES,
+    HEADS,
+    LEN,
+    call_linen,
+    call_nnx,
+    close,
+    decode_linen,
+    decode_nnx,
+    decode_step,
+    layer_by_hand,
+    linen_decode_step,
+    nnx_attention,
+    normal,
+    pair,
+    tril,
+    turn_by_hand,
+)
 
 import pallas_attn as pa
 from pallas_attn import _flax_common as common
 from pallas_attn import flax_linen, flax_nnx
 
-FEATURES, HEADS, LEN = 32, 4, 10
-LIBS = {"nnx": flax_nnx, "linen": flax_linen}
-both = pytest.mark.parametrize("lib", LIBS.values(), ids=LIBS)
-
-
-def normal(seed, *shape, dtype=jnp.float32, scale=1.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
-
-
-def close(got, want, tol=2e-5):
-    def check(a, b):
-        a, b = (np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in (a, b))
-        np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
-
-    jax.tree.map(check, got, want)
-
-
-def tril(rows, cols=None):
-    return np.tril(np.ones((rows, cols or rows), bool))
-
 
 @pytest.fixture(scope="module")
 def x():
     return normal(1, 2, LEN, FEATURES)
-
-
-@nnx.jit
-def _call_nnx(layer, *args, **keywords):
-    return layer(*args, **keywords)
-
-
-@nnx.jit
-def decode_step(layer, tokens, **keywords):
-    return layer(tokens, decode=True, **keywords)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _call_linen(layer, params, args, keywords):
-    return layer.apply({"params": params}, *args, **keywords)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def linen_decode_step(layer, params, cache, tokens):
-    variables = {"params": params, "cache": cache}
-    out, updated = layer.apply(variables, tokens, decode=True, mutable=["cache"])
-    return out, updated["cache"]
-
-
-def nnx_attention(params=None, in_kv_features=None, **options):
-    """A layer with random parameters or those given, zeros and ones nowhere left."""
-    layer = nnx.eval_shape(
-        lambda: flax_nnx.Attention(
-            FEATURES, HEADS, in_kv_features=in_kv_features, rngs=nnx.Rngs(0), **options
-        )
-    )
-    if params is None:
-        params = jax.tree.map(
-            lambda p: normal(p.size, *p.shape, dtype=p.dtype, scale=0.3), flax_nnx.to_linen(layer)
-        )
-    flax_nnx.from_linen(layer, params)
-    return layer
-
-
-def pair(**options):
-    """The same layer in both: calls of the nnx and the linen one, and the parameters."""
-    layer = nnx_attention(**options)
-    params = flax_nnx.to_linen(layer)
-    options.pop("in_kv_features", None)
-    twin = flax_linen.Attention(HEADS, **options)
-    return (
-        lambda *args, **keywords: _call_nnx(layer, *args, **keywords),
-        lambda *args, **keywords: _call_linen(twin, params, args, keywords),
-        params,
-    )
-
-
-def softmax_by_hand(q, k, v, mask=True, *, bias=0.0, cap=None, scale=None, sinks=None):
-    """Attention in float64 NumPy; a query that sees nothing gives 0."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    k, v = (np.repeat(a, q.shape[-2] // a.shape[-2], axis=-2) for a in (k, v))
-    logits = np.einsum("...qhd,...khd->...hqk", q, k) * (scale or q.shape[-1] ** -0.5)
-    logits = logits + np.asarray(bias, np.float64)
-    logits = logits if cap is None else cap * np.tanh(logits / cap)
-    weights = np.exp(logits) * (np.asarray(mask) != 0)
-    total = weights.sum(-1, keepdims=True)
-    total = total if sinks is None else total + np.exp(np.asarray(sinks, np.float64))[:, None, None]
-    return np.einsum("...hqk,...khd->...qhd", weights / np.where(total == 0, 1, total), v)
-
-
-def layer_by_hand(params, x, mask, *, kv=None, rotate=lambda a: a, rotate_kv=None, **options):
-    """An Attention layer in float64 NumPy."""
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    q, k, v = (
-        np.einsum("...lf,fhd->...lhd", np.asarray(s, np.float64), p[n]["kernel"]) + p[n]["bias"]
-        for n, s in (
-            ("query", x),
-            ("key", x if kv is None else kv),
-            ("value", x if kv is None else kv),
-        )
-    )
-    if "query_ln" in p:  # RMS, before RoPE.
-        q, k = (
-            a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * p[n]["scale"]
-            for a, n in ((q, "query_ln"), (k, "key_ln"))
-        )
-    q, k = rotate(q), (rotate_kv or rotate)(k)
-    out = softmax_by_hand(q, k, v, mask, sinks=p.get("sinks"), **options)
-    return np.einsum("...qhd,hdf->...qf", out, p["out"]["kernel"]) + p["out"]["bias"]
-
-
-def turn_by_hand(positions, theta):
-    """RoPE in complex numbers."""
-
-    def turn(a):
-        half = a.shape[-1] // 2
-        angles = np.asarray(positions)[..., None] * theta ** (-np.arange(half) / half)
-        turned = (a[..., :half] + 1j * a[..., half:]) * np.exp(1j * angles)[..., None, :]
-        return np.concatenate([turned.real, turned.imag], axis=-1)
-
-    return turn
-
-
-# attention_fn
-
-
-def padding_mask(*lead):
-    keep = jnp.broadcast_to(jnp.arange(LEN) < 7, (*lead, LEN))
-    return nn.make_attention_mask(jnp.full((*lead, LEN), True), keep)
-
-
-MASKED = {
-    "flax_causal": lambda: nn.make_causal_mask(jnp.ones((2, LEN))),
-    "flax_padding": lambda: padding_mask(2),
-    "bool_full": lambda: normal(5, 2, HEADS, LEN, LEN) > 0.5,
-    "int_rows": lambda: jnp.asarray(tril(LEN), jnp.int32),
-    "bool_keys": lambda: (jnp.arange(LEN) % 3 > 0).reshape(1, 1, 1, LEN),
-    "no_batch": lambda: normal(5, HEADS, LEN, LEN) > 0.5,
-    "two_batches": lambda: normal(5, 2, 3, 1, LEN, LEN) > 0.5,
-    "second_batch": lambda: normal(5, 1, 3, 1, LEN, LEN) > 0.5,
-    "no_leading": lambda: nn.make_causal_mask(jnp.ones((LEN,))),
-    "none": lambda: None,
-}
-LEADS = {"two_batches": (2, 3), "second_batch": (2, 3), "no_leading": (), "none": (2, 3)}
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_attention_fn_masks(name):
-    lead, mask = LEADS.get(name, (2,)), MASKED[name]()
-    q, k, v = (normal(i, *lead, LEN, HEADS, 8) for i in range(3))
-    got = jax.jit(flax_nnx.attention_fn)(q, k, v, mask=mask)
-    close(got, softmax_by_hand(q, k, v, True if mask is None else mask))
-    if name in ("flax_causal", "two_batches"):
-        close(jax.jit(flax_linen.attention_fn)(q, k, v, mask=mask), got, 0)
-
-
-@both
-def test_attention_fn_bias_and_groups(lib):
-    q, k, v = normal(0, 2, LEN, 6, 8), normal(1, 2, LEN, 2, 8), normal(2, 2, LEN, 2, 16)
-    bias = normal(3, 6, 1, LEN)
-    close(jax.jit(lib.attention_fn)(q, k, v, bias), softmax_by_hand(q, k, v, bias=bias))
-
-
-@both
-def test_attention_fn_takes_every_keyword_of_flax(lib):
-    own = (nnx if lib is flax_nnx else nn).dot_product_attention
-    flax = {n: p.default for n, p in inspect.signature(own).parameters.items()}
-    ours = {n: p.default for n, p in inspect.signature(lib.attention_fn).parameters.items()}
-    # linen passes nothing that the signature does not name, so it has to be there to be refused.
-    assert {n: ours.get(n) for n in flax} == flax
-    assert list(flax)[:5] == list(ours)[:5]
-
-
-REFUSED = [
-    ({"dropout_rate": 0.1}, LIBS),
-    ({"dropout_rate": 0.1, "dropout_rng": 0}, LIBS),
-    ({"module": object()}, LIBS),
-    ({"precision": "highest"}, LIBS),
-    ({"precision": jax.lax.Precision.HIGH}, LIBS),
-    ({"input_positions": 0}, ["nnx"]),
-    ({"einsum_dot_general": jax.lax.dot_general}, ["linen"]),
-    ({"qk_attn_weights_einsum": jnp.einsum}, ["linen"]),
-    ({"attn_weights_value_einsum": jnp.einsum}, ["linen"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("lib", "keywords"),
-    [pytest.param(LIBS[n], k, id=f"{n}-{next(iter(k))}") for k, names in REFUSED for n in names],
-)
-def test_attention_fn_refuses_by_name(lib, keywords):
-    q = normal(0, 1, 4, 2, 8)
-    with pytest.raises(NotImplementedError, match=next(iter(keywords))):
-        lib.attention_fn(q, q, q, **keywords)
-
-
-@both
-def test_attention_fn_honours_what_changes_nothing(lib):
-    q = normal(0, 1, LEN, HEADS, 8)
-    want = softmax_by_hand(q, q, q)
-    same = [
-        {"dropout_rate": 0.5, "deterministic": True, "broadcast_dropout": False},
-        {"dropout_rng": jax.random.key(0)},
-        {"precision": "highest", "backend": "xla"},
-        {"dtype": jnp.bfloat16, "precision": "highest"},
-    ]
-    *outs, half = jax.jit(lambda q: [lib.attention_fn(q, q, q, **k) for k in same])(q)
-    for out in outs:
-        close(out, want)
-    assert half.dtype == jnp.bfloat16
-    close(half, want, 3e-2)
-
-
-@both
-def test_attention_fn_names_what_does_not_fit(lib):
-    q = normal(0, 2, LEN, HEADS, 8)
-    with pytest.raises(TypeError, match="windoe"):
-        lib.attention_fn(q, q, q, windoe=3)
-    with pytest.raises(ValueError, match="dropout_rate"):
-        lib.attention_fn(q, q, q, dropout_rate=1.5)
-    with pytest.raises(ValueError, match="leading axes"):
-        lib.attention_fn(q, q[:1], q)
-    with pytest.raises(ValueError, match=r"mask: .*leading axes"):
-        lib.attention_fn(q, q, q, mask=jnp.ones((3, 1, LEN, LEN)))
-    with pytest.raises(ValueError, match=r"mask: .*rank"):
-        lib.attention_fn(q, q, q, mask=jnp.ones((1, 1, 1, LEN, LEN)))
-    table = pa.plan(pa.Causal(), q_len=LEN, kv_len=LEN, head_dim=8, dtype=jnp.float32)
-    with pytest.raises(ValueError, match="BlockTable"):
-        lib.make_attention_fn(pa.Causal())(q, q, q, mask=table)
-
-
-@functools.cache
-def flax_params(**options):
-    layer = nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **options)
-    return flax_nnx.to_linen(layer)
-
-
-def flax_layer(lib, attention_fn, **options):
-    """flax's own module with an attention_fn, as a jitted function of the input."""
-    params = flax_params(normalize_qk=options.get("normalize_qk", False))
-    if lib is flax_nnx:
-        layer = nnx.MultiHeadAttention(
-            HEADS, FEATURES, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0), **options
-        )
-        flax_nnx.from_linen(layer, params)
-        return nnx.jit(lambda x, **kw: layer(x, **kw), static_argnames=STATIC)
-    twin = nn.MultiHeadAttention(HEADS, attention_fn=attention_fn, **options)
-    return jax.jit(lambda x, **kw: twin.apply({"params": params}, x, **kw), static_argnames=STATIC)
-
-
-STATIC = ("is_causal", "deterministic", "sow_weights")
-
-
-@both
-def test_attention_fn_drops_into_flax(lib, x):
-    own = flax_layer(lib, (nnx if lib is flax_nnx else nn).dot_product_attention, normalize_qk=True)
-    ours = flax_layer(lib, lib.attention_fn, normalize_qk=True)
-    causal = nn.make_causal_mask(x[..., 0])
-    want = own(x, mask=causal)
-    close(ours(x, mask=causal), want)
-    table = pa.plan(pa.Causal(), q_len=LEN, kv_len=LEN, head_dim=8, dtype=jnp.float32)
-    close(ours(x, mask=table), want)
-    with pytest.raises(NotImplementedError, match="sow_weights"):
-        ours(x, sow_weights=True)
-
-
-def test_attention_fn_is_causal(x):
-    own = flax_layer(flax_nnx, nnx.dot_product_attention)
-    ours = flax_layer(flax_nnx, flax_nnx.attention_fn)
-    close(ours(x, is_causal=True), own(x, is_causal=True))
-    mask = jnp.ones((2, 1, LEN, LEN)).at[..., 3:5].set(0.0)
-    close(ours(x, mask=mask, is_causal=True), own(x, mask=mask, is_causal=True))
-
-
-@both
-def test_flax_dropout_is_refused(lib, x):
-    layer = flax_layer(lib, lib.attention_fn, dropout_rate=0.5)
-    close(layer(x, deterministic=True), flax_layer(lib, lib.attention_fn)(x))
-    rngs = {"rngs": nnx.Rngs(0)} if lib is flax_nnx else {"dropout_rng": jax.random.key(0)}
-    with pytest.raises(NotImplementedError, match="dropout_rate"):
-        layer(x, deterministic=False, **rngs)
-
-
-@both
-def test_bound_options(lib, x):
-    ids = jnp.asarray([0] * 4 + [1] * 6, jnp.int32)
-    same = np.asarray(ids)[:, None] == np.asarray(ids)[None, :]
-    bound = flax_layer(lib, lib.make_attention_fn(pa.Causal(), soft_cap=2.0, scale=0.7))
-    params = flax_params(normalize_qk=False)
-    want = layer_by_hand(params, x, tril(LEN) & same, cap=2.0, scale=0.7)
-    close(bound(x), layer_by_hand(params, x, tril(LEN), cap=2.0, scale=0.7))
-    close(bound(x, mask=pa.Document(ids)), want)
-    # A float array of flax's mask makers joins with the bound expression too.
-    close(bound(x, mask=jnp.asarray(same, jnp.float32)), want)
-    # What flax passes itself cannot be bound by partial, the rest can.
-    other = flax_layer(lib, functools.partial(lib.attention_fn, soft_cap=2.0, scale=0.7))
-    close(other(x, mask=pa.Causal() & pa.Document(ids)), want)
-    q, sinks = normal(3, 2, LEN, HEADS, 8), jnp.arange(4.0)
-    got = lib.make_attention_fn(pa.Causal(), sinks=sinks)(q, q, q)
-    close(got, softmax_by_hand(q, q, q, tril(LEN), sinks=sinks))
-
-
-def test_flax_decode_with_attention_fn(x):
-    params = flax_params(normalize_qk=False)
-    want = layer_by_hand(params, x, tril(LEN))
-    layer = nnx.MultiHeadAttention(
-        HEADS, FEATURES, attention_fn=flax_nnx.attention_fn, decode=True, rngs=nnx.Rngs(0)
-    )
-    flax_nnx.from_linen(layer, params)
-    layer.init_cache(x.shape)
-    step = nnx.jit(lambda layer, token: layer(token, is_causal=True))
-    close(jnp.concatenate([step(layer, x[:, i : i + 1]) for i in range(LEN)], axis=1), want)
-
-    twin = nn.MultiHeadAttention(HEADS, attention_fn=flax_linen.attention_fn, decode=True)
-    cache = jax.eval_shape(twin.init, jax.random.key(0), x)["cache"]
-    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache)
-    apply = jax.jit(functools.partial(twin.apply, mutable=["cache"]))
-    outs = []
-    for i in range(LEN):
-        out, updated = apply({"params": params, "cache": cache}, x[:, i : i + 1])
-        cache = updated["cache"]
-        outs.append(out)
-    close(jnp.concatenate(outs, axis=1), want)
-
-
-# Attention
 
 
 def test_attention_by_hand(x):
@@ -403,12 +98,12 @@ def test_equals_flax_with_its_parameters(kv_heads, x):
     layer = nnx_attention(params, num_kv_heads=kv_heads, qk_norm="layer")
     twin = flax_linen.Attention(HEADS, num_kv_heads=kv_heads, qk_norm="layer")
     mask = normal(3, 2, 1, LEN, LEN) > -1
-    want = _call_nnx(own, x, mask=mask)
-    close(_call_nnx(layer, x, mask=mask), want)
-    close(_call_linen(twin, params, (x,), {"mask": mask}), want)
+    want = call_nnx(own, x, mask=mask)
+    close(call_nnx(layer, x, mask=mask), want)
+    close(call_linen(twin, params, (x,), {"mask": mask}), want)
     if kv_heads == HEADS:
         flax_twin = nn.MultiHeadAttention(HEADS, normalize_qk=True)
-        close(_call_linen(flax_twin, params, (x,), {"mask": mask}), want)
+        close(call_linen(flax_twin, params, (x,), {"mask": mask}), want)
 
 
 def test_same_seed_gives_flax_parameters():
@@ -584,23 +279,6 @@ def test_calls_are_checked(x):
 
 
 # Decoding
-
-
-def decode_nnx(options, x, sizes, max_len, **call):
-    layer = nnx_attention(**options)
-    layer.init_cache((*x.shape[:-2], max_len, x.shape[-1]))
-    spans = itertools.pairwise(np.cumsum([0, *sizes]).tolist())
-    outs = [decode_step(layer, x[..., a:b, :], **call) for a, b in spans]
-    return jnp.concatenate(outs, axis=-2)
-
-
-def decode_linen(options, params, x, sizes, max_len):
-    layer = flax_linen.Attention(HEADS, **options)
-    cache, outs = layer.init_cache((*x.shape[:-2], max_len, x.shape[-1])), []
-    for a, b in itertools.pairwise(np.cumsum([0, *sizes]).tolist()):
-        out, cache = linen_decode_step(layer, params, cache, x[..., a:b, :])
-        outs.append(out)
-    return jnp.concatenate(outs, axis=-2)
 
 
 DECODE_SETS = {

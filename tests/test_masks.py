@@ -161,32 +161,39 @@ def test_dilated_blocks_are_exact_where_they_are_empty():
 SHAPES = [(2, 2, 9, 13), (1, 2, 12, 8)]
 
 
-@st.composite
-def expressions(draw):
-    """(mask, pairs): a random tree of & | ~ over random masks."""
-    sizes = draw(st.sampled_from(SHAPES))
-    cases = mask_truth.leaves(draw(st.integers(0, 1000)), *sizes)
+TREES = st.recursive(
+    st.sampled_from(NAMES),
+    lambda inner: st.one_of(
+        st.tuples(st.just("not"), inner), st.tuples(st.sampled_from(["and", "or"]), inner, inner)
+    ),
+    max_leaves=4,
+)
 
-    def tree(depth):
-        kind = draw(st.sampled_from(["leaf"] if depth == 0 else ["leaf", "and", "or", "not"]))
-        if kind == "leaf":
-            mask, see = cases[draw(st.sampled_from(NAMES))]
-            return mask, mask_truth.dense(see, *sizes)
-        a, a_pairs = tree(depth - 1)
-        if kind == "not":
-            return ~a, ~a_pairs
-        b, b_pairs = tree(depth - 1)
-        return (a & b, a_pairs & b_pairs) if kind == "and" else (a | b, a_pairs | b_pairs)
 
-    return tree(2)
+def planted(tree, cases, sizes):
+    """(mask, pairs) of a random tree of names joined by not, and, or."""
+    if isinstance(tree, str):
+        mask, see = cases[tree]
+        return mask, mask_truth.dense(see, *sizes)
+    kind, *inner = tree
+    (a, a_pairs), *rest = (planted(x, cases, sizes) for x in inner)
+    if kind == "not":
+        return ~a, ~a_pairs
+    ((b, b_pairs),) = rest
+    return (a & b, a_pairs & b_pairs) if kind == "and" else (a | b, a_pairs | b_pairs)
 
 
 @PROFILE
-@given(expressions(), st.sampled_from([(4, 4), (5, 3), (16, 16)]))
-def test_random_compositions(expression, tiles):
-    mask, pairs = expression
-    mask.check(*pairs.shape)
-    np.testing.assert_array_equal(seen(mask, *pairs.shape), pairs)
+@given(
+    TREES,
+    st.integers(0, 1000),
+    st.sampled_from(SHAPES),
+    st.sampled_from([(4, 4), (5, 3), (16, 16)]),
+)
+def test_random_compositions(tree, seed, sizes, tiles):
+    mask, pairs = planted(tree, mask_truth.leaves(seed, *sizes), sizes)
+    mask.check(*sizes)
+    np.testing.assert_array_equal(seen(mask, *sizes), pairs)
     check_blocks(mask, pairs, tiles)
     check_row_span(mask, pairs)
     check_padding(mask, pairs)

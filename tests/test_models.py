@@ -170,7 +170,7 @@ def make_model(seed=0, **attention) -> GPT:
     model = GPT(config, rngs=nnx.Rngs(seed))
     if config.attention.sinks:
         for block in model.blocks:
-            block.attention.sinks[...] = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+            block.attention.sinks[...] = jnp.asarray([0.5, -1.0, 2.0, 0.0], jnp.float32)
     return model
 
 

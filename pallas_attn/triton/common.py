@@ -193,11 +193,17 @@ def counted_rows(start, size: int, length: int, valid, batch):
     return inside & counts
 
 
-def partial_kv_rows(mask: Mask, at: Rows, call: Call, kv_start, size: int):
-    """`counted_rows` of a block of keys in the partial loop."""
+def partial_kv_rows(mask: Mask, at: Rows, call: Call, kv_start, size: int, *, padding: bool = True):
+    """`counted_rows` of a block of keys in the partial loop.
+
+    Args:
+        padding: whether keys that the mask calls padding must read as 0. What is only ever a left operand
+            of masked logits may hold anything there, and saves a load that waits for another.
+    """
     ragged = call.spec.kv_len % size != 0
     length = call.spec.kv_len if ragged else None
-    return counted_rows(kv_start, size, length, mask.kv_valid, at.batch)
+    valid = mask.kv_valid if padding else lambda *_: None
+    return counted_rows(kv_start, size, length, valid, at.batch)
 
 
 def tile_indices(tiles: KernelTiles, start, transposed: bool):
@@ -261,30 +267,48 @@ def visit(visits: Visits, at: Rows, row_block, take, carry):
     """
     sizes = visits.table.shape
     row = (at.batch if sizes[0] > 1 else 0, at.head if sizes[1] > 1 else 0, row_block)
-    if visits.is_run:
-        first, full_first, full_last, last = (visits.table[(*row, i)] for i in range(4))
-        before = full_first - first
-        num_partial, num_full = before + last - full_last, full_last - full_first
+    if visits.form == "list":
+        num_full, num_partial = (visits.counts[(*row, i)] for i in range(2))
+        return _loops(
+            visits,
+            (num_full, lambda i: visits.table[(*row, i)]),
+            (num_partial, lambda i: visits.table[(*row, num_full + i)]),
+            take,
+            carry,
+        )
+    first, full_first, full_last, last = (visits.table[(*row, i)] for i in range(4))
+    before = full_first - first
 
-        def partial_block(i):
-            return jnp.where(i < before, first + i, full_last + i - before)
+    def run(carry):
+        return _loops(
+            visits,
+            (full_last - full_first, lambda i: full_first + i),
+            (before + last - full_last, lambda i: jnp.where(i < before, first + i, full_last + i - before)),
+            take,
+            carry,
+        )
 
-        def full_block(i):
-            return full_first + i
-    else:
-        num_partial, num_full = visits.counts[(*row, 0)], visits.counts[(*row, 1)]
+    def run_with_holes(carry):
+        def block(j, carry):
+            shown = visits.some[(*row, j)]
+            return lax.cond(shown, lambda c: take(j, c, True), lambda c: c, carry)
 
-        def partial_block(i):
-            return visits.table[(*row, i)]
+        return lax.fori_loop(first, last, block, carry)
 
-        def full_block(i):
-            return visits.table[(*row, num_partial + i)]
+    if visits.form == "run":
+        return run(carry)
+    return lax.cond(visits.table[(*row, 4)] == 0, run, run_with_holes, carry)
 
+
+def _loops(visits: Visits, full, partial, take, carry):
+    """Two loops; each of `full` and `partial` is (how many, i -> block)."""
     zero = jnp.int32(0)
     if visits.any_full:
-        carry = lax.fori_loop(zero, num_full, lambda i, c: take(full_block(i), c, False), carry)
+        count, block = full
+        carry = lax.fori_loop(zero, count, lambda i, c: take(block(i), c, False), carry)
     if visits.any_partial:
-        carry = lax.fori_loop(zero, num_partial, lambda i, c: take(partial_block(i), c, True), carry)
+        count, block = partial
+        carry = lax.fori_loop(zero, count, lambda i, c: take(block(i), c, True), carry)
     return carry
 
 

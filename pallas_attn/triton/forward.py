@@ -104,8 +104,12 @@ def _take(kv_block, carry, partial: bool, *, inputs: Inputs, call: Call, at, q, 
     spec, tiles = call.spec, call.tiles.fwd
     row_max, row_sum, acc = carry
     kv_start = kv_block * tiles.block_kv
-    rows = common.partial_kv_rows(inputs.mask, at, call, kv_start, tiles.block_kv) if partial else None
-    k = common.load_rows(inputs.k, kv_start, tiles.block_kv, spec.head_dim, rows)
+    k_rows = v_rows = None
+    if partial:
+        block = (inputs.mask, at, call, kv_start, tiles.block_kv)
+        k_rows = common.partial_kv_rows(*block, padding=False)
+        v_rows = common.partial_kv_rows(*block)
+    k = common.load_rows(inputs.k, kv_start, tiles.block_kv, spec.head_dim, k_rows)
     s, factor = common.tile_logits(inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at)
     if partial:
         seen = common.seen(inputs.mask, at, call, tiles, (q_start, kv_start))
@@ -113,6 +117,6 @@ def _take(kv_block, carry, partial: bool, *, inputs: Inputs, call: Call, at, q, 
     row_max, row_sum, correction, p = tile_math.online_softmax(
         row_max, row_sum, s, factor, guard=partial, exp2=common.exp2_for(call)
     )
-    v = common.load_rows(inputs.v, kv_start, tiles.block_kv, spec.v_dim, rows)
+    v = common.load_rows(inputs.v, kv_start, tiles.block_kv, spec.v_dim, v_rows)
     acc = tuple(x * tile_math.widen(correction, x.shape) for x in acc)
     return row_max, row_sum, common.add_dots(acc, p.astype(inputs.v.dtype), v)

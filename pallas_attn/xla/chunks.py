@@ -100,7 +100,8 @@ def position(spec: Spec, grid: TileGrid, q_block, kv_block) -> Position:
 def visible(mask, spec: Spec, grid: TileGrid, q_block, kv_block):
     """The mask on one tile, the end of the keys included."""
     kv = kv_block * np.int32(grid.block_kv) + jnp.arange(grid.block_kv, dtype=np.int32)
-    return mask.allowed(position(spec, grid, q_block, kv_block)) & (kv < np.int32(spec.kv_len))
+    inside = (kv < np.int32(spec.kv_len)).reshape(1, 1, 1, 1, -1)
+    return mask.allowed(position(spec, grid, q_block, kv_block)) & inside
 
 
 def bias_tile(bias, spec: Spec, grid: TileGrid, q_block, kv_block):
