@@ -205,8 +205,8 @@ def _loose(some, every) -> Visits:
     xp = xp_of(some, every)
     index = np.arange(some.shape[-1], dtype=np.int32)
     far, none, one = np.int32(FAR), np.int32(0), np.int32(1)
-    first, full_first = (xp.where(x, index, far).min(-1) for x in (some, every))
-    last, full_last = (xp.where(x, index + one, none).max(-1) for x in (some, every))
+    first, full_first = (xp.where(x, index, far).min(-1, initial=far) for x in (some, every))
+    last, full_last = (xp.where(x, index + one, none).max(-1, initial=0) for x in (some, every))
     num_some, num_full = (xp.where(x, one, none).sum(-1, dtype=np.int32) for x in (some, every))
     # Fully visible blocks that are no single run are visited as partly visible ones.
     full_last = xp.where(full_last - full_first == num_full, full_last, none)

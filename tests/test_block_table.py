@@ -24,22 +24,22 @@ def rebuilt(visits, columns):
     """[batch or 1, heads or 1, rows, columns] of 0 skipped, 1 partly, 2 fully visible."""
     table = np.asarray(visits.table)
     kinds = np.zeros((*table.shape[:3], columns), int)
-    partial, full = np.asarray(visits.partial_count()), np.asarray(visits.full_count())
     for at in np.ndindex(table.shape[:3]):
-        if visits.is_run:
-            first, full_first, full_last, last = table[at]
-            assert 0 <= first <= full_first <= full_last <= last <= columns
-            kinds[at][first:last] = PARTIAL
-            kinds[at][full_first:full_last] = FULL
-            counts = (last - first - full_last + full_first, full_last - full_first)
-        else:
-            counts = np.asarray(visits.counts)[at]
-            blocks = table[at][: counts.sum()]
+        if visits.form == "list":
+            full, partial = np.asarray(visits.counts)[at]
+            blocks = table[at][: full + partial]
             assert len(set(blocks.tolist())) == len(blocks), "a block is visited twice"
-            # The list holds fully visible blocks first, then the partly visible ones.
-            kinds[at][blocks[: counts[1]]] = FULL
-            kinds[at][blocks[counts[1] :]] = PARTIAL
-        assert tuple(counts) == (partial[at], full[at])
+            kinds[at][blocks[:full]] = FULL
+            kinds[at][blocks[full:]] = PARTIAL
+            continue
+        first, full_first, full_last, last = table[at][:4]
+        assert 0 <= first <= full_first <= full_last <= last <= columns
+        kinds[at][first:last] = PARTIAL
+        if visits.form == "loose":
+            kinds[at] *= np.asarray(visits.some)[at]
+            assert table[at][4] == last - first - (kinds[at] != SKIPPED).sum()
+        kinds[at][full_first:full_last] = FULL
+    np.testing.assert_array_equal(visits.kinds(columns), kinds)
     return kinds
 
 
@@ -62,7 +62,7 @@ def wanted_kinds(pairs, grid):
 def check(mask, pairs, tiles):
     grid = TileGrid(*pairs.shape, *tiles)
     rows, columns, by_row, by_column = both_ways(mask, grid)
-    assert rows.is_run == columns.is_run
+    assert rows.form == columns.form
     for visits, kinds, wanted in zip(
         (rows, columns), (by_row, by_column), wanted_kinds(pairs, grid), strict=True
     ):
@@ -106,7 +106,7 @@ def test_runs_of_static_masks_are_exact(mask, tiles):
             pa.mask_core.Position(0, 0, at[0], at[1], *sizes[2:])), sizes))  # fmt: skip
         grid = TileGrid(*sizes, *tiles)
         rows, _, by_row, by_column = both_ways(mask, grid)
-        assert rows.is_run
+        assert rows.form == "run"
         assert isinstance(rows.table, np.ndarray), "a static table costs device work"
         for kinds, wanted in zip((by_row, by_column), wanted_kinds(pairs, grid), strict=True):
             np.testing.assert_array_equal(kinds, wanted)

@@ -24,24 +24,71 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
         return f"it takes {', '.join(KERNEL_DTYPES)}, and the operands are {spec.dtype}"
     if max(spec.head_dim, spec.v_dim) > MAX_HEAD_DIM:
         return f"it takes head_dim and v_dim up to {MAX_HEAD_DIM}, not {spec.head_dim}, {spec.v_dim}"
+    if not candidate_tiles(spec, gpu):
+        return f"no tiles of head_dim {spec.head_dim}, v_dim {spec.v_dim} fit {gpu.name}'s shared memory"
     return None
 
 
 def candidate_tiles(spec: Spec, gpu: Gpu | None) -> list[Tiles]:
-    """Schedules worth trying for a call, the default first."""
-    del gpu
-    dim = max(padded_dim(spec.head_dim), padded_dim(spec.v_dim))
+    """Schedules worth trying for a call that fit the device's shared memory, the default first."""
     if spec.dtype == "float32":
-        tiles = KernelTiles(32, 32, 4, 2)
-        return [Tiles(tiles, tiles, tiles)]
-    # Of the schedules that spill no register under any mask, the fastest on dense work at 4k.
-    # D128, H200, 2026-11-29, full/causal TFLOP/s: fwd 450/402, dq 530/471, dkv 526/506.
-    # D64, the same: fwd 409/366, dq 602/550, dkv 443/422.
-    if dim <= 64:
-        return [Tiles(KernelTiles(128, 64, 8, 3), KernelTiles(128, 64, 4, 3), KernelTiles(64, 64, 4, 3))]
-    if dim <= 128:
-        return [Tiles(KernelTiles(64, 64, 4, 3), KernelTiles(64, 64, 4, 2), KernelTiles(64, 64, 4, 2))]
-    return [Tiles(KernelTiles(64, 32, 4, 2), KernelTiles(64, 32, 4, 2), KernelTiles(32, 64, 8, 2))]
+        options = dict.fromkeys(("fwd", "dq", "dkv"), _FLOAT32)
+    else:
+        dim = max(padded_dim(spec.head_dim), padded_dim(spec.v_dim))
+        options = next(kernels for most, kernels in _TILES if dim <= most)
+    limit = gpu.smem_per_block if gpu else None
+    fitting = {
+        kernel: [t for t in tiles if limit is None or smem_bytes(kernel, t, spec) <= limit]
+        for kernel, tiles in options.items()
+    }
+    count = min(len(tiles) for tiles in fitting.values())
+    return [Tiles(*(fitting[kernel][i] for kernel in ("fwd", "dq", "dkv"))) for i in range(count)]
+
+
+def smem_bytes(kernel: str, tiles: KernelTiles, spec: Spec) -> int:
+    """Shared memory that Triton's pipeliner will ask for, as its compiled kernels report it.
+
+    The tiles that stay, and num_stages of those that stream: q and k, v forward; q, dout and k, v for dq;
+    k, v and q, dout for dk and dv.
+    """
+    both = padded_dim(spec.head_dim) + padded_dim(spec.v_dim)
+    width = 4 if spec.dtype == "float32" else 2
+    if kernel == "dkv":
+        stay, stream = tiles.block_kv * both, tiles.block_q * both
+    else:
+        stay = tiles.block_q * (padded_dim(spec.head_dim) if kernel == "fwd" else both)
+        stream = tiles.block_kv * both
+    return width * (stay + tiles.num_stages * stream) + 1024
+
+
+# Of the schedules that spill no register under any mask the fastest on dense work, then smaller ones for
+# smaller shared memory. TFLOP/s full/causal at 4k, H200, 2026-11-29:
+#   D64   fwd 128x64 409/366, dq 128x64 602/550, dkv 64x64 443/422
+#   D128  fwd 64x64 450/402, dq 64x64 530/471, dkv 64x64 526/506; at D128 larger tiles win a few per cent on
+#         dense work and lose a third on documents
+_SMALL = {
+    "fwd": (KernelTiles(64, 32, 4, 2), KernelTiles(32, 32, 4, 1)),
+    "dq": (KernelTiles(64, 32, 4, 1), KernelTiles(32, 32, 4, 1)),
+    "dkv": (KernelTiles(32, 64, 4, 2), KernelTiles(32, 32, 4, 1)),
+}
+_TILES: tuple[tuple[int, dict[str, tuple[KernelTiles, ...]]], ...] = (
+    (64, {
+        "fwd": (KernelTiles(128, 64, 8, 3), *_SMALL["fwd"]),
+        "dq": (KernelTiles(128, 64, 4, 3), *_SMALL["dq"]),
+        "dkv": (KernelTiles(64, 64, 4, 3), *_SMALL["dkv"]),
+    }),
+    (128, {
+        "fwd": (KernelTiles(64, 64, 4, 3), *_SMALL["fwd"]),
+        "dq": (KernelTiles(64, 64, 4, 2), *_SMALL["dq"]),
+        "dkv": (KernelTiles(64, 64, 4, 2), *_SMALL["dkv"]),
+    }),
+    (256, {
+        "fwd": (KernelTiles(128, 64, 8, 2), *_SMALL["fwd"]),
+        "dq": (KernelTiles(128, 32, 8, 2), *_SMALL["dq"]),
+        "dkv": (KernelTiles(32, 128, 8, 2), *_SMALL["dkv"]),
+    }),
+)  # fmt: skip
+_FLOAT32 = (KernelTiles(32, 32, 4, 2), KernelTiles(32, 32, 4, 1), KernelTiles(16, 16, 4, 1))
 
 
 def run_forward(call, q, k, v, bias, sinks, table):

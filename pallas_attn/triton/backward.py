@@ -113,7 +113,7 @@ def _dq_take(kv_block, dq, partial: bool, *, inputs, call, at, q, dout, vectors,
 
 
 def backward_dkv(call: Call, inputs: Inputs):
-    """Runs the dk and dv kernel.
+    """Runs the dk and dv kernel; above 128 channels once for each, so that the sums fit the registers.
 
     Args:
         call: static facts.
@@ -122,6 +122,12 @@ def backward_dkv(call: Call, inputs: Inputs):
     Returns:
         dk like k, dv like v.
     """
+    if max(call.spec.head_dim, call.spec.v_dim) <= 128:
+        return _backward_dkv(call, inputs, ("dk", "dv"))
+    return (*_backward_dkv(call, inputs, ("dk",)), *_backward_dkv(call, inputs, ("dv",)))
+
+
+def _backward_dkv(call: Call, inputs: Inputs, parts: tuple[str, ...]):
     q, k, v = inputs.q, inputs.k, inputs.v
     (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
     group, block_kv = q_heads // kv_heads, call.tiles.dkv.block_kv
@@ -134,31 +140,31 @@ def backward_dkv(call: Call, inputs: Inputs):
         return pl.BlockSpec(shape, lambda j, h, b: (b, 0, h, 0))
 
     row_spec = pl.BlockSpec((None, group, q_len), lambda j, h, b: (b, h, 0))
+    k_spec = common.head_block(block_kv, head_dim, kv_index)
+    v_spec = common.head_block(block_kv, v_dim, kv_index)
     specs = Inputs(
         q=group_block(q_len, padded_dim(head_dim)),
-        k=common.head_block(block_kv, head_dim, kv_index),
-        v=common.head_block(block_kv, v_dim, kv_index),
+        k=k_spec,
+        v=v_spec,
         dout=group_block(q_len, padded_dim(v_dim)),
         lse_log2=row_spec,
         delta=row_spec,
         **common.shared_specs(inputs),
     )
+    outs = {"dk": (k.shape, k.dtype, k_spec), "dv": (v.shape, v.dtype, v_spec)}
     return common.launch(
-        functools.partial(_dkv_kernel, call=call),
+        functools.partial(_dkv_kernel, call=call, parts=parts),
         call,
         call.tiles.dkv,
-        name="pallas_attn_dkv",
+        name="pallas_attn_" + "_".join(parts),
         grid=(pl.cdiv(kv_len, block_kv), kv_heads, batch),
         inputs=inputs,
         specs=specs,
-        outs=[
-            (k.shape, k.dtype, common.head_block(block_kv, head_dim, kv_index)),
-            (v.shape, v.dtype, common.head_block(block_kv, v_dim, kv_index)),
-        ],
+        outs=[outs[part] for part in parts],
     )
 
 
-def _dkv_kernel(inputs: Inputs, dk_ref, dv_ref, *, call: Call):
+def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
     spec, tiles = call.spec, call.tiles.dkv
     kv_block, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     kv_start = kv_block * tiles.block_kv
@@ -168,7 +174,7 @@ def _dkv_kernel(inputs: Inputs, dk_ref, dv_ref, *, call: Call):
         kv_start, tiles.block_kv, spec.kv_len if ragged else None, inputs.mask.kv_valid, at.batch
     )
     k = common.load_rows(inputs.k, None, tiles.block_kv, spec.head_dim, rows)
-    v = common.load_rows(inputs.v, None, tiles.block_kv, spec.v_dim, rows)
+    v = common.load_rows(inputs.v, None, tiles.block_kv, spec.v_dim, rows) if "dk" in parts else None
 
     def one_head(member, carry):
         head = common.rows_of(inputs, batch, kv_head * spec.group + member)
@@ -177,25 +183,26 @@ def _dkv_kernel(inputs: Inputs, dk_ref, dv_ref, *, call: Call):
         )
         return common.visit(inputs.visits, head, kv_block, take, carry)
 
-    carry = tuple(
-        tuple(jnp.zeros((tiles.block_kv, w), jnp.float32) for _, w in split_dim(dim))
-        for dim in (spec.head_dim, spec.v_dim)
-    )
+    dims = {"dk": spec.head_dim, "dv": spec.v_dim}
+    sums = {
+        part: tuple(jnp.zeros((tiles.block_kv, w), jnp.float32) for _, w in split_dim(dims[part]))
+        for part in parts
+    }
     if spec.group == 1:
-        dk, dv = one_head(np.int32(0), carry)
+        sums = one_head(np.int32(0), sums)
     else:
-        dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), one_head, carry)
+        sums = lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), one_head, sums)
     exists = None
     if ragged:
         exists = kv_start + lax.broadcasted_iota(jnp.int32, (tiles.block_kv, 1), 0) < spec.kv_len
-    common.store_rows(dk_ref, tuple(x * spec.scale for x in dk), spec.head_dim, exists)
-    common.store_rows(dv_ref, dv, spec.v_dim, exists)
+    for part, ref in zip(parts, out_refs, strict=True):
+        scale = spec.scale if part == "dk" else 1.0
+        common.store_rows(ref, tuple(x * scale for x in sums[part]), dims[part], exists)
 
 
-def _dkv_take(q_block, carry, partial: bool, *, inputs, call, at, member, k, v, kv_start):
-    """One block of queries of one head into dk and dv."""
+def _dkv_take(q_block, sums, partial: bool, *, inputs, call, at, member, k, v, kv_start):
+    """One block of queries of one head into dk and dv, or the one of them that is asked for."""
     spec, tiles = call.spec, call.tiles.dkv
-    dk, dv = carry
     q_start = q_block * tiles.block_q
     rows, length = None, None
     if partial:
@@ -212,6 +219,10 @@ def _dkv_take(q_block, carry, partial: bool, *, inputs, call, at, member, k, v, 
     if partial:
         s = jnp.where(common.seen(inputs.mask, at, call, tiles, where, transposed=True), s, -jnp.inf)
     p = tile_math.probabilities(s, factor, lse_log2, axis=1, exp2=common.exp2_for(call))
-    dv = common.add_dots(dv, p.astype(inputs.q.dtype), dout)
-    ds = tile_math.dlogits(p, common.dot_chunks(v, dout), delta, tanh, axis=1)
-    return common.add_dots(dk, ds.astype(inputs.q.dtype), q), dv
+    out = {}
+    if "dv" in sums:
+        out["dv"] = common.add_dots(sums["dv"], p.astype(inputs.q.dtype), dout)
+    if "dk" in sums:
+        ds = tile_math.dlogits(p, common.dot_chunks(v, dout), delta, tanh, axis=1)
+        out["dk"] = common.add_dots(sums["dk"], ds.astype(inputs.q.dtype), q)
+    return out

@@ -175,7 +175,7 @@ def position(mask: Mask, at: Rows, call: Call, q_index, kv_index) -> Position:
     return Position(at.batch, at.head, q_index, kv_index, spec.q_len, spec.kv_len)
 
 
-def counted_rows(start, size: int, length: int, valid, batch):
+def counted_rows(start, size: int, length: int | None, valid, batch):
     """bool [size, 1]: rows before `length` that the mask does not call padding; None when all are.
 
     Args:
