@@ -147,7 +147,7 @@ def _rule(job: _Job, mesh, arg_types, result_types):
     """The Shardy rule: which axes of operands and results are the same thing."""
     del mesh
     leaves, results = _roles(job)
-    group = job.call.spec.group
+    spec, group = job.call.spec, job.call.spec.group
     unique = iter(range(10_000))
     replicated = []
 
@@ -157,9 +157,9 @@ def _rule(job: _Job, mesh, arg_types, result_types):
         if role == "." or (size == 1 and name == "bias"):
             replicated.append(f"r{next(unique)}")
             return replicated[-1]
-        if role == "h" and group > 1:
-            return "(k g)"
-        return {"b": "b", "h": "k", "k": "k"}[role]
+        if spec.kv_heads == 1 and role in "hk":
+            return "g" if role == "h" else axis(".", size)
+        return "(k g)" if role == "h" and group > 1 else "b" if role == "b" else "k"
 
     def axes(lead, roles, shape, name=None):
         roles = [*lead, *(roles if roles is not None else "." * (len(shape) - len(lead)))]
@@ -172,11 +172,11 @@ def _rule(job: _Job, mesh, arg_types, result_types):
     outs = [axes(*r, _shape(t)) for r, t in zip(results, jax.tree.leaves(result_types), strict=True)]
     text = f"{', '.join(operands)} -> {', '.join(outs)}"
     details: dict[str, object] = {"need_replication_factors": tuple(replicated)}
-    if group > 1:
+    if group > 1 and spec.kv_heads > 1:
         # A factor that some operand has as a whole axis brings its size; "g" is only ever a part.
         details["g"] = group
         if not any(name in ("k", "v") for name in job.names):
-            details["k"] = job.call.spec.kv_heads
+            details["k"] = spec.kv_heads
     return text, details
 
 

@@ -340,6 +340,11 @@ def launch(kernel, call: Call, tiles: KernelTiles, *, name: str, grid, inputs: I
         outs: (shape, dtype, BlockSpec) of each output.
     """
     axes = _compat.varying_axes(inputs)
+    if axes and call.interpret:
+        raise NotImplementedError(
+            "Pallas' interpreter does not run inside a shard_map that checks varying axes; pass "
+            "check_vma=False there while interpreting (on a GPU the check may stay on)"
+        )
     inputs = _compat.match_varying(inputs, axes)
     kernel.__name__ = name
     shield = _compat.without_interpret_context() if call.interpret else contextlib.nullcontext()
