@@ -68,7 +68,7 @@ class AttentionConfig:
     kv_heads: int = 2  # divides q_heads
     head_dim: int = 48  # even, for the rotary pairs
     window_pattern: str = "SSSL"  # one letter a layer, repeated: S a window, L all before
-    window: int = 128  # keys that an S layer sees besides a token itself
+    window: int = 64  # keys that an S layer sees besides a token itself
     qk_norm: bool = True  # RMSNorm of q and k before they are rotated
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     sinks: bool = False  # one learned logit a head in the softmax's denominator

@@ -23,7 +23,7 @@ type State = dict[str, Any]  # {"params": ..., "opt_state": ...}
 class BatchConfig:
     """How much text one optimizer step reads."""
 
-    row_len: int = 512  # tokens
+    row_len: int = 256  # tokens
     rows: int = 4  # in a step
     accum: int = 1  # micro-batches that a step's rows are split into; divides rows
 
@@ -32,9 +32,9 @@ class BatchConfig:
 class OptimConfig:
     """AdamW with clipping, a linear warm-up and a cosine down to a tenth of the rate."""
 
-    steps: int = 500
+    steps: int = 1000
     learning_rate: float = 3e-3
-    warmup: int = 20  # steps
+    warmup: int = 50  # steps
     weight_decay: float = 0.1  # on matrices alone
     beta2: float = 0.95
     clip: float = 1.0  # of the gradient's global norm

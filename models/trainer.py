@@ -29,7 +29,7 @@ from .runs import OptimConfig, Run, RunConfig, State
 from .sample import abstract_model
 
 ATTENTIONS = ("pallas_attn", *peer.IMPLEMENTATIONS)
-HELD_OUT_STEPS = 8  # batches in one held-out evaluation
+HELD_OUT_STEPS = 16  # batches in one held-out evaluation
 
 
 def make_mesh(shape: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

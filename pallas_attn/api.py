@@ -10,7 +10,7 @@ from pallas_attn import backends, block_table, interpret, vjp
 from pallas_attn import gpu as gpus
 from pallas_attn.block_table import BlockTable
 from pallas_attn.call import Call
-from pallas_attn.mask_core import Mask
+from pallas_attn.mask_core import Mask, is_array
 from pallas_attn.masks import as_mask
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import Tiles
@@ -80,6 +80,7 @@ def mha(
     bias = None if bias is None else _rank_4("bias", bias)
     spec = Spec.of(q, k, v, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks)
     backends.check_name(backend)
+    _check_tiles(tiles)
     if isinstance(mask, BlockTable):
         table = mask
         table.check(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
@@ -110,14 +111,21 @@ def mha(
 def _with_batch(q, k, v):
     """Rank-3 operands get a batch of one, as jax.nn takes them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if not is_array(x):
             raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
     if q.ndim == k.ndim == v.ndim == 3:
         return q[None], k[None], v[None], True
     return q, k, v, False
 
 
+def _check_tiles(tiles) -> None:
+    if tiles is not None and not isinstance(tiles, Tiles):
+        raise TypeError(f"tiles: got {type(tiles).__name__}, expected a Tiles or None")
+
+
 def _rank_4(name: str, x):
+    if not is_array(x):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
     if x.ndim > 4:
         raise ValueError(f"{name}: got shape {x.shape}, expected rank 4 or less")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -167,6 +175,7 @@ def plan(
     implied = expression.sizes()
     batch, q_heads = batch or implied[0], q_heads or implied[1]
     expression.check(batch, q_heads, q_len, kv_len)
+    _check_tiles(tiles)
     q = jax.ShapeDtypeStruct((batch, q_len, q_heads, head_dim), dtype)
     k = jax.ShapeDtypeStruct((batch, kv_len, q_heads, head_dim), dtype)
     v = jax.ShapeDtypeStruct((batch, kv_len, q_heads, v_dim or head_dim), dtype)

@@ -72,6 +72,10 @@ def explain(
     name = backends.choose(spec, expression, backend or (planned.backend if planned else None))
     gpu = gpus.detect()
     if planned is not None:
+        if tiles is not None and tiles != planned.tiles:
+            raise ValueError(
+                f"tiles: got {tiles}, expected those of the BlockTable passed as mask: {planned.tiles}"
+            )
         tiles = planned.tiles
     tiles = tiles or backends.load(name).candidate_tiles(spec, gpu)[0]
     reasons = {}

@@ -205,11 +205,13 @@ class RowSpan(Mask):
 
     Args:
         start, end: int32 [q_len] or [batch, q_len].
+        kv_end: where the padding after the last key begins, an int32 scalar; None for no padding.
     """
 
     runs = True
 
-    def __init__(self, start, end):
+    def __init__(self, start, end, kv_end=None):
+        self.kv_end = None if kv_end is None else int_operand("kv_end", kv_end, 0)
         self.start, self.end = (
             jnp.atleast_2d(int_operand(n, x, 2)) for n, x in (("start", start), ("end", end))
         )
@@ -230,6 +232,9 @@ class RowSpan(Mask):
 
     def q_valid(self, batch, q):
         return self._row(self.start, batch, q) < self._row(self.end, batch, q)
+
+    def kv_valid(self, batch, kv):
+        return None if self.kv_end is None else kv < at_batch(self.kv_end, batch)
 
     def check(self, batch, heads, q_len, kv_len):
         for name in ("start", "end"):

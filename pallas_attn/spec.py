@@ -134,6 +134,8 @@ def _check_soft_cap(soft_cap) -> float | None:
 def _check_sinks(sinks, q_heads: int) -> bool:
     if sinks is None:
         return False
+    if not hasattr(sinks, "shape"):
+        raise TypeError(f"sinks: got {type(sinks).__name__}, expected an array")
     if sinks.shape != (q_heads,):
         raise ValueError(f"sinks: got shape {sinks.shape}, expected [q_heads] = ({q_heads},)")
     if not jnp.issubdtype(sinks.dtype, jnp.floating):

@@ -232,7 +232,10 @@ class Case:
 
 MASKED = tuple(Case("base", name) for name in MASK_CASES)
 SHAPED = tuple(
-    Case(name, mask) for name in PROBLEMS if name != "base" for mask in ("full", "causal_documents")
+    Case(name, mask)
+    for name in PROBLEMS
+    for mask in ("full", "causal_documents")
+    if name != "base" and not (mask == "full" and name.startswith("dim_"))
 )
 CASES: dict[str, Case] = {case.name: case for case in (*MASKED, *SHAPED)}
 
@@ -336,10 +339,18 @@ def compiled(fn, *args):
     return jax.jit(fn).lower(*args).compile(compiler_options=options)
 
 
-def run(attend, data: Data) -> dict[str, np.ndarray]:
-    """Every result of `with_gradients`, as float64 arrays on the host."""
-    fn = with_gradients(attend)
-    return to_host(compiled(fn, data)(data))
+def run(attend, data: Data, times: int = 1) -> dict[str, np.ndarray]:
+    """Every result of `with_gradients`, as float64 arrays on the host.
+
+    Raises:
+        AssertionError: when several runs do not give the same bits.
+    """
+    fn = compiled(with_gradients(attend), data)
+    first, *others = (to_host(fn(data)) for _ in range(times))
+    for other in others:
+        for name, x in first.items():
+            np.testing.assert_array_equal(x, other[name], err_msg=f"{name} of two runs")
+    return first
 
 
 def to_host(results):
@@ -403,7 +414,7 @@ def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0) -
 
     factor is FlashAttention's 2: another order of the same roundings. The floor is for what only kernels
     round, and for where the plain computation is exact by luck (one visible key, zero gradients, short sums):
-    one rounding of the result and one of its terms, see `magnitudes`; and, in gradients, the probabilities
+    one rounding of the result and one of its terms, see `magnitudes` (two in the greatest error); and, in gradients, the probabilities
     computed again from an lse that float32 holds to within eps·|lse|, which is their relative error. The
     lse's own eps is float32's. It must be -inf exactly where the exact one is, and out and dq exactly 0
     there.
@@ -433,8 +444,8 @@ def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0) -
         counts = ~np.isneginf(exact[name])
         error, allowed = (np.abs(y[counts] - exact[name][counts]) for y in (x, plain[name]))
         size = np.abs(exact[name][counts])
-        for kind, norm in (("max", _max), ("rms", _rms)):
-            limit = factor * norm(allowed) + eps * (norm(size) + sizes[name])
+        for kind, norm, tail in (("max", _max, 2.0), ("rms", _rms, 1.0)):
+            limit = factor * norm(allowed) + eps * (norm(size) + tail * sizes[name])
             # Written so that NaN fails.
             if not norm(error) <= limit:
                 faults.append(
@@ -454,7 +465,7 @@ def _rms(x) -> float:
 
 
 def assert_close_to_reference(attend, problem: Problem, data: Data, known=None) -> dict[str, np.ndarray]:
-    """Runs `attend` on `data` and holds all its results to the error rule of `assert_close`.
+    """Runs `attend` twice on `data`: bit-equal, and by the error rule of `assert_close`.
 
     Args:
         attend: (operands, mask) -> (out, lse), such as `attend_with` makes.
@@ -465,7 +476,7 @@ def assert_close_to_reference(attend, problem: Problem, data: Data, known=None) 
         the results, float64 arrays by name.
     """
     exact, plain = known or expected_of(problem, data)
-    got = run(attend, data)
+    got = run(attend, data, times=2)
     assert_close(got, exact, plain, magnitudes(problem, data), data.operands.q.dtype.name)
     return got
 
@@ -481,7 +492,7 @@ def running(backend: str | None):
 
 
 def small_tiles(backend: str) -> Tiles | None:
-    """Tiles that cut short sequences into many blocks, each kernel's other; the defaults on a GPU."""
+    """Tiles that cut short sequences into many blocks, another way in each kernel; None (defaults) on a GPU."""
     if backend != "xla" and jax.default_backend() != "cpu":
         return None
     return Tiles(KernelTiles(32, 16), KernelTiles(16, 32), KernelTiles(32, 32))

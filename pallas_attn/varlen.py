@@ -100,7 +100,8 @@ def packed_mask(mask: Mask, q_cu, kv_cu, q_len: int, kv_len: int) -> Mask:
     start, end = (jnp.broadcast_to(x, (q_len,)) for x in span)
     start, end = low + largest(start, np.int32(0)), low + smallest(end, high - low)
     counts = segment >= 0
-    return RowSpan(*(jnp.where(counts, x, np.int32(0)) for x in (start, end)))
+    start, end = (jnp.where(counts, x, np.int32(0)) for x in (start, end))
+    return RowSpan(start, end, kv_cu[-1])
 
 
 def mha_varlen(

@@ -1,16 +1,16 @@
-"""Tables rebuilt to dense maps against the masks' pairs; what they promise under jit and at 131,072 tokens."""
+"""Tables rebuilt to dense maps against the masks' pairs, under jit and at 131,072 tokens."""
 
 import inspect
 import time
 
 import jax
 import jax.numpy as jnp
+import mask_truth
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import mask_truth
 import pallas_attn as pa
 from pallas_attn import block_table, gpu
 from pallas_attn.mask_core import TileGrid
@@ -44,7 +44,7 @@ def rebuilt(visits, columns):
 
 
 def both_ways(mask, grid):
-    """Rebuilt maps of the kernels that loop over keys and over queries, the second transposed back."""
+    """Rebuilt maps of the kernels that loop over keys, and over queries (transposed back)."""
     rows = block_table.row_visits(mask, grid)
     columns = block_table.column_visits(mask, grid)
     return rows, columns, rebuilt(rows, grid.num_kv), rebuilt(columns, grid.num_q).swapaxes(-1, -2)
@@ -118,7 +118,7 @@ def test_causal_table_drawn_by_hand():
     np.testing.assert_array_equal(
         rebuilt(table.fwd, 4)[0, 0], [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0]]
     )
-    # The last block of queries is ragged: for dk and dv, which loop over queries, it needs its mask.
+    # The last block of queries is ragged: for dk and dv, which loop over queries, it is partial.
     np.testing.assert_array_equal(
         rebuilt(table.dkv, 3)[0, 0], [[1, 2, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]]
     )
@@ -171,7 +171,9 @@ def test_tables_built_under_jit_equal_those_built_outside(name):
     mask, _ = mask_truth.leaves(5, *SIZES[0])[name]
     grid = TileGrid(*SIZES[0], 4, 8)
     build = lambda m: (block_table.row_visits(m, grid), block_table.column_visits(m, grid))  # noqa: E731
-    for a, b, columns in zip(jax.jit(build)(mask), build(mask), (grid.num_kv, grid.num_q), strict=True):
+    for a, b, columns in zip(
+        jax.jit(build)(mask), build(mask), (grid.num_kv, grid.num_q), strict=True
+    ):
         np.testing.assert_array_equal(rebuilt(a, columns), rebuilt(b, columns))
 
 
@@ -225,14 +227,16 @@ def test_tables_for_other_problems_raise_naming_the_table():
     with pytest.raises(ValueError, match="mask: got a BlockTable planned for q_len=40, kv_len=256"):
         mha(q, k, v, pa.plan(pa.Causal(), q_len=40, kv_len=256))
     per_head = pa.Predicate(lambda b, h, i, j: i + h >= j)
-    with pytest.raises(ValueError, match=r"BlockTable \(fwd\) planned for batch 1 and 4 query heads"):
+    with pytest.raises(
+        ValueError, match=r"BlockTable \(fwd\) planned for batch 1 and 4 query heads"
+    ):
         mha(q, k, v, pa.plan(per_head, q_len=40, kv_len=40, q_heads=4))
     three = pa.Document(np.zeros((3, 40), np.int32))
     with pytest.raises(ValueError, match=r"BlockTable \(fwd\) planned for batch 3"):
         mha(q, k, v, pa.plan(three, q_len=40, kv_len=40))
     table = pa.plan(pa.Causal(), q_len=40, kv_len=40)
     tiles = pa.Tiles(*(pa.KernelTiles(16, 32),) * 3)
-    with pytest.raises(ValueError, match="tiles: got fwd 16x32.*expected those of the BlockTable"):
+    with pytest.raises(ValueError, match=r"tiles: got fwd 16x32.*expected those of the BlockTable"):
         mha(q, k, v, table, tiles=tiles)
     mha(q, k, v, table, tiles=table.tiles)
 
@@ -249,7 +253,7 @@ def test_lengths_of_zero_can_be_planned():
 
 
 def test_full_blocks_only_and_rows_of_none():
-    """A map without one partly visible block is honoured; a row of blocks without any gives 0 and -inf."""
+    """A map of full blocks only is honoured; a row of blocks without any gives 0 and -inf."""
     q, k, v = qkv(64)
     block_map = np.array([[True, False], [False, False]])
     mask = pa.BlockSparse(block_map, 32, 32)

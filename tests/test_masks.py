@@ -1,15 +1,15 @@
-"""Every mask against its definition, its blocks against its pairs, and the algebra that joins them."""
+"""Every mask against its definition, its blocks against its pairs, and the mask algebra."""
 
 import inspect
 
 import jax
 import jax.numpy as jnp
+import mask_truth
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import mask_truth
 import pallas_attn as pa
 from pallas_attn import mask_core, masks, reference
 from pallas_attn.mask_core import TileGrid
@@ -303,7 +303,8 @@ def test_reprs_name_the_mask_and_its_parts():
     text = repr(pa.Causal() & ~pa.Chunked(3))
     assert text.startswith("And(Causal(")
     assert "Not(Chunked(chunk_len=3))" in text
-    assert "1 arrays" in repr(pa.Predicate(lambda b, h, i, j, a=jnp.ones(3, bool): a[i]))
+    array = jnp.ones(3, bool)
+    assert "1 arrays" in repr(pa.Predicate(lambda b, h, i, j: array[i]))
 
 
 BAD = [
@@ -311,7 +312,12 @@ BAD = [
     (pa.Causal, (True,), TypeError, "offset: got bool"),
     (pa.Causal, (np.ones(2, np.float32),), TypeError, "offset: got dtype float32, expected an int"),
     (pa.Causal, (np.ones((2, 2), np.int32),), ValueError, r"offset: got shape \(2, 2\), expected"),
-    (pa.Causal, (0, "left"), ValueError, "align: got 'left', expected 'top_left' or 'bottom_right'"),
+    (
+        pa.Causal,
+        (0, "left"),
+        ValueError,
+        "align: got 'left', expected 'top_left' or 'bottom_right'",
+    ),
     (pa.SlidingWindow, (-1,), ValueError, "left: got -1, expected an int from 0 up, or None"),
     (pa.SlidingWindow, (1, 2.0), ValueError, "right: got 2.0, expected an int from 0 up, or None"),
     (pa.SlidingWindow, (True,), ValueError, "left: got True"),
@@ -348,7 +354,10 @@ def test_constructors_name_what_is_wrong(cls, args, error, message):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (pa.Causal(np.zeros(3, np.int32)), r"offset: got shape \(3,\), expected \[batch\] = \(2,\)"),
+        (
+            pa.Causal(np.zeros(3, np.int32)),
+            r"offset: got shape \(3,\), expected \[batch\] = \(2,\)",
+        ),
         (pa.SlidingWindow(1, offset=np.zeros(3, np.int32)), r"offset: got shape \(3,\)"),
         (pa.PrefixLM(np.zeros(3, np.int32)), r"prefix_len: got shape \(3,\)"),
         (pa.Lengths(np.zeros(3, np.int32)), r"q_lens: got shape \(3,\)"),

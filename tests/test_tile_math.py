@@ -28,7 +28,11 @@ def run_softmax(logits, *, factor=1.0, guard=True, sink=None):
 
 def softmax64(logits, sink=None):
     logits = logits.astype(np.float64)
-    every = logits if sink is None else np.concatenate([logits, np.broadcast_to(sink, (len(logits), 1))], 1)
+    every = (
+        logits
+        if sink is None
+        else np.concatenate([logits, np.broadcast_to(sink, (len(logits), 1))], 1)
+    )
     top = np.where(np.isfinite(every.max(1)), every.max(1), 0.0)
     weights = np.exp(logits - top[:, None])
     total = np.exp(every - top[:, None]).sum(1)
@@ -110,7 +114,9 @@ def test_logits_are_the_definition(scale, soft_cap, with_bias):
 
 def test_soft_cap_of_extreme_logits_is_finite():
     x, factor = tile_math.logits(jnp.asarray([[1e8, -1e8, 0.0]], jnp.float32), 1.0, 50.0)
-    np.testing.assert_allclose(np.asarray(x) * factor * tile_math.LN2, [[50.0, -50.0, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(x) * factor * tile_math.LN2, [[50.0, -50.0, 0.0]], rtol=1e-6
+    )
     ds = tile_math.dlogits(jnp.ones((1, 3)), jnp.ones((1, 3)), jnp.zeros(1), x)
     np.testing.assert_allclose(ds, [[0.0, 0.0, 1.0]], atol=1e-6)
 
@@ -144,7 +150,9 @@ def test_dlogits_against_finite_differences(soft_cap):
         up, down = qk.copy(), qk.copy()
         up[at] += step
         down[at] -= step
-        slope = (loss64(up, dout, v, scale, soft_cap) - loss64(down, dout, v, scale, soft_cap)) / (2 * step)
+        slope = (loss64(up, dout, v, scale, soft_cap) - loss64(down, dout, v, scale, soft_cap)) / (
+            2 * step
+        )
         assert float(ds[at]) * scale == pytest.approx(slope, abs=2e-5)
 
 
@@ -173,7 +181,9 @@ def test_masked_pairs_have_no_probability_and_no_gradient():
 
 def test_widen_places_rows_along_either_axis():
     row = jnp.arange(3.0)
-    np.testing.assert_array_equal(tile_math.widen(row, (3, 2)), np.tile(np.arange(3.0)[:, None], (1, 2)))
+    np.testing.assert_array_equal(
+        tile_math.widen(row, (3, 2)), np.tile(np.arange(3.0)[:, None], (1, 2))
+    )
     np.testing.assert_array_equal(tile_math.widen(row, (2, 3), 1), np.tile(np.arange(3.0), (2, 1)))
 
 

@@ -1,4 +1,4 @@
-"""Packed sequences against each sequence alone: every mask, empty sequences, what lies past the end."""
+"""Packed sequences against each alone: every mask, empty sequences, what lies past the end."""
 
 import inspect
 
@@ -47,7 +47,8 @@ MASKS = {
     "prefix": (pa.PrefixLM(PREFIX), lambda s: pa.PrefixLM(int(PREFIX[s]))),
     "lengths": (pa.Lengths(USED, USED + 1), lambda s: pa.Lengths(int(USED[s]), int(USED[s]) + 1)),
     "dilated": (pa.Dilated(2, 3), lambda s: pa.Dilated(2, 3)),
-    "hole": (~pa.SlidingWindow(2, 1) | pa.Causal(-5), lambda s: ~pa.SlidingWindow(2, 1) | pa.Causal(-5)),
+    "hole": (~pa.SlidingWindow(2, 1) | pa.Causal(-5),
+             lambda s: ~pa.SlidingWindow(2, 1) | pa.Causal(-5)),
     "predicate": (
         pa.Predicate(lambda b, h, i, j: (i + j + h + b) % 3 != 0),
         lambda s: pa.Predicate(lambda b, h, i, j: (i + j + h + s) % 3 != 0),
@@ -58,8 +59,9 @@ MASKS = {
 def one_by_one(q, k, v, cu_q, cu_kv, mask_of, **options):
     """Each sequence through the reference; zeros and -inf past the last offset."""
     outs, lses = [], []
+    cu_q, cu_kv = cu_q.tolist(), cu_kv.tolist()
     for s in range(len(cu_q) - 1):
-        rows, keys = slice(cu_q[s], cu_q[s + 1]), slice(cu_kv[s], cu_kv[s + 1])
+        rows, keys = slice(*cu_q[s : s + 2]), slice(*cu_kv[s : s + 2])
         if rows.start == rows.stop:
             continue
         if keys.start == keys.stop:
@@ -69,10 +71,34 @@ def one_by_one(q, k, v, cu_q, cu_kv, mask_of, **options):
         out, lse = reference.mha(q[None, rows], k[None, keys], v[None, keys], mask_of(s), **options)
         outs.append(out[0])
         lses.append(lse[0])
-    rest = q.shape[0] - int(cu_q[-1])
+    rest = q.shape[0] - cu_q[-1]
     outs.append(jnp.zeros((rest, HEADS, V_DIM)))
     lses.append(jnp.full((HEADS, rest), -jnp.inf))
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
+
+
+def block_diagonal(cu_q, cu_kv, mask_of):
+    """Which packed tokens see each other, asked one by one: [1, heads, total, kv_total]."""
+    pairs = np.zeros((1, HEADS, TOTAL, KV_TOTAL), bool)
+    cu_q, cu_kv = cu_q.tolist(), cu_kv.tolist()
+    for s in range(len(cu_q) - 1):
+        rows, keys = slice(*cu_q[s : s + 2]), slice(*cu_kv[s : s + 2])
+        sizes = (rows.stop - rows.start, keys.stop - keys.start)
+        if all(sizes):
+            pairs[..., rows, keys] = reference.visible(mask_of(s), 1, HEADS, *sizes)
+    return pairs
+
+
+@jax.jit
+def under_pairs(q, k, v, pairs):
+    """Out, lse and gradients of the reference; the mask is an operand: one compilation for all."""
+
+    def attend(q, k, v):
+        out, lse = reference.mha(q[None], k[None], v[None], pa.Dense(pairs))
+        return out[0], lse[0]
+
+    grads = jax.grad(lambda *a: weighted(*attend(*a)), (0, 1, 2))(q, k, v)
+    return (*attend(q, k, v), *grads)
 
 
 def weighted(out, lse):
@@ -105,10 +131,13 @@ def test_packed_equals_each_alone(name):
             q, k, v, CU, CU_KV, mask=mask, return_lse=True, backend="xla", tiles=TILES
         )
 
-    def wanted(q, k, v):
-        return one_by_one(q, k, v, CU, CU_KV, mask_of)
-
-    (out, lse), grads = check(call, wanted, operands())
+    got = jax.jit(lambda *a: (*call(*a), *jax.grad(lambda *b: weighted(*call(*b)), (0, 1, 2))(*a)))(
+        *operands()
+    )
+    wanted = under_pairs(*operands(), block_diagonal(CU, CU_KV, mask_of))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5, rtol=3e-5)
+    out, lse, *grads = got
     assert not np.asarray(out[CU[-1] :]).any()
     assert (np.asarray(lse[:, CU[-1] :]) == -np.inf).all()
     for grad, end in zip(grads, (CU[-1], CU_KV[-1], CU_KV[-1]), strict=True):
@@ -155,7 +184,10 @@ def test_bias_counts_in_packed_indices():
         return pa.mha_varlen(q, k, v, CU, CU_KV, bias=bias, return_lse=True)
 
     def wanted(q, k, v, bias):
-        segments = [np.searchsorted(cu, np.arange(n), "right") - 1 for cu, n in ((CU, TOTAL), (CU_KV, KV_TOTAL))]
+        segments = [
+            np.searchsorted(cu, np.arange(n), "right") - 1
+            for cu, n in ((CU, TOTAL), (CU_KV, KV_TOTAL))
+        ]
         segments = [np.where(s < SEQUENCES, s, -1).astype(np.int32) for s in segments]
         mask = pa.Document(*segments)
         out, lse = reference.mha(q[None], k[None], v[None], mask, bias=bias[None])
@@ -208,7 +240,8 @@ def test_new_offsets_do_not_retrace():
     ):
         cu_q, cu_kv = (x.astype(np.int32) for x in (cu_q, cu_kv))
         got = run(q, k, v, jnp.asarray(cu_q), jnp.asarray(cu_kv))
-        wanted, _ = one_by_one(q, k, v, cu_q, cu_kv, lambda s: pa.Causal(align="bottom_right"))
+        pairs = block_diagonal(cu_q, cu_kv, lambda s: pa.Causal(align="bottom_right"))
+        wanted, *_ = under_pairs(q, k, v, pairs)
         np.testing.assert_allclose(got, wanted, atol=3e-5)
     assert len(traces) == 1
 

@@ -94,7 +94,7 @@ def _dq_kernel(inputs: Inputs, dq_ref, *, call: Call, num_q: int):
     common.store_rows(dq_ref, tuple(x * spec.scale for x in dq), spec.head_dim, exists)
 
 
-def _dq_take(kv_block, dq, partial: bool, *, inputs, call, at, q, dout, vectors, q_start):
+def _dq_take(_, kv_block, dq, partial: bool, *, inputs, call, at, q, dout, vectors, q_start):
     """One block of keys into dq."""
     spec, tiles = call.spec, call.tiles.dq
     kv_start = kv_block * tiles.block_kv
@@ -176,22 +176,24 @@ def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
     k = common.load_rows(inputs.k, None, tiles.block_kv, spec.head_dim, rows)
     v = common.load_rows(inputs.v, None, tiles.block_kv, spec.v_dim, rows) if "dk" in parts else None
 
-    def one_head(member, carry):
-        head = common.rows_of(inputs, batch, kv_head * spec.group + member)
-        take = functools.partial(
-            _dkv_take, inputs=inputs, call=call, at=head, member=member, k=k, v=v, kv_start=kv_start
-        )
-        return common.visit(inputs.visits, head, kv_block, take, carry)
-
     dims = {"dk": spec.head_dim, "dv": spec.v_dim}
     sums = {
         part: tuple(jnp.zeros((tiles.block_kv, w), jnp.float32) for _, w in split_dim(dims[part]))
         for part in parts
     }
-    if spec.group == 1:
-        sums = one_head(np.int32(0), sums)
+    take = functools.partial(_dkv_take, inputs=inputs, call=call, k=k, v=v, kv_start=kv_start)
+    first_head = kv_head * spec.group
+    if spec.group == 1 or inputs.visits.table.shape[1] == 1:
+        take = functools.partial(take, batch=batch, first_head=first_head)
+        sums = common.visit(inputs.visits, at, kv_block, take, sums, repeat=spec.group)
     else:
-        sums = lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), one_head, sums)
+
+        def one_head(member, sums):
+            head = common.rows_of(inputs, batch, first_head + member)
+            one = functools.partial(take, batch=batch, first_head=first_head + member, base=member)
+            return common.visit(inputs.visits, head, kv_block, one, sums)
+
+        sums = lax.fori_loop(0, spec.group, one_head, sums)
     exists = None
     if ragged:
         exists = kv_start + lax.broadcasted_iota(jnp.int32, (tiles.block_kv, 1), 0) < spec.kv_len
@@ -200,9 +202,13 @@ def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
         common.store_rows(ref, tuple(x * scale for x in sums[part]), dims[part], exists)
 
 
-def _dkv_take(q_block, sums, partial: bool, *, inputs, call, at, member, k, v, kv_start):
+def _dkv_take(
+    member, q_block, sums, partial: bool, *, inputs, call, k, v, kv_start, batch, first_head, base=0
+):
     """One block of queries of one head into dk and dv, or the one of them that is asked for."""
     spec, tiles = call.spec, call.tiles.dkv
+    at = common.rows_of(inputs, batch, first_head + member)
+    member = member + base
     q_start = q_block * tiles.block_q
     rows, length = None, None
     if partial:

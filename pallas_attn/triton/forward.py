@@ -99,7 +99,7 @@ def _kernel(inputs: Inputs, out_ref, lse_ref, *, call: Call, num_q: int):
     pltriton.store(lse_ref, lse, mask=exists)
 
 
-def _take(kv_block, carry, partial: bool, *, inputs: Inputs, call: Call, at, q, q_start):
+def _take(_, kv_block, carry, partial: bool, *, inputs: Inputs, call: Call, at, q, q_start):
     """One block of keys and values into the running softmax."""
     spec, tiles = call.spec, call.tiles.fwd
     row_max, row_sum, acc = carry
