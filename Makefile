@@ -30,7 +30,7 @@ test: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m pyrefly check
+	$(RUN) -m pyrefly check --python-interpreter-path $(RUN)
 
 format: $(VENV)/test.stamp
 	$(RUN) -m ruff format .

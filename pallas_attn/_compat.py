@@ -1,4 +1,4 @@
-"""The one place that knows how JAX releases differ; nothing else asks for a JAX version or private module."""
+"""The one place that knows how JAX releases differ and that may touch its private modules."""
 
 import contextlib
 
@@ -48,13 +48,13 @@ def is_traced(tree) -> bool:
 
 @contextlib.contextmanager
 def interpret_context(detect_races: bool):
-    """Mosaic kernels inside run in JAX's GPU interpreter; jitted functions retrace on entry and exit."""
+    """Runs Mosaic kernels in JAX's GPU interpreter; jitted functions retrace on entry and exit."""
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
         yield
 
 
 @contextlib.contextmanager
 def without_interpret_context():
-    """Shields a Triton call from `interpret_context`, whose interpreter knows Mosaic kernels only."""
+    """Shields a Triton call from `interpret_context`, whose interpreter knows Mosaic only."""
     with plgpu.force_gpu_interpret_mode(None):
         yield

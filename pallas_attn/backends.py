@@ -1,7 +1,8 @@
 """The backends in order of preference, and the choice between them.
 
-A backend is a subpackage with four functions, `unsupported_reason`, `candidate_tiles`, `run_forward` and
-`run_backward`; `xla/__init__.py` shows their arguments. To add one, write its folder and its line in `ALL`.
+A backend is a subpackage with four functions, `unsupported_reason`, `candidate_tiles`,
+`run_forward` and `run_backward`; `xla/__init__.py` shows their arguments. To add one, write its
+folder and its line in `ALL`.
 """
 
 import importlib
@@ -46,7 +47,9 @@ def choose(spec: Spec, mask, name: str | None) -> str:
     if name is not None:
         reason = load(name).unsupported_reason(spec, mask, gpu)
         if reason is not None:
-            raise NotImplementedError(f"backend {name!r} was asked for and cannot run this call: {reason}")
+            raise NotImplementedError(
+                f"backend {name!r} was asked for and cannot run this call: {reason}"
+            )
         return name
     refused = {}
     for candidate in ALL:

@@ -1,17 +1,18 @@
 """From a mask and tile sizes to the blocks that each kernel visits.
 
-Every kernel owns one block of rows (queries, or keys for dk and dv) and loops over blocks of columns.
-Three forms say which, chosen by the mask's kind while tracing:
+Every kernel owns one block of rows (queries, or keys for dk and dv) and loops over blocks of
+columns. Three forms say which, chosen by the mask's kind while tracing:
 
     run     first, full_first, full_last, last: [first, full_first) and [full_last, last) are partly
             visible, [full_first, full_last) fully. For masks that are one interval a row.
-    loose   a run, how many of its blocks show nothing after all, and a map of those that do, which is read
-            only where some do not. For documents: contiguous ones, the rule, cost what a run costs.
+    loose   a run, how many of its blocks show nothing after all, and a map of those that do, which
+            is read only where some do not. For documents: contiguous ones, the rule, cost what a
+            run costs.
     list    indices of the fully visible blocks, then of the partly visible ones, and both counts.
 
-Partly visible blocks run mask code, fully visible ones none, others are not visited. A block that the
-end of the sequence cuts counts as partly visible. Tables of masks without arrays are made by NumPy
-while tracing; others are a few small operations on the device.
+Partly visible blocks run mask code, fully visible ones none, others are not visited. A block that
+the end of the sequence cuts counts as partly visible. Tables of masks without arrays are made by
+NumPy while tracing; others are a few small operations on the device.
 """
 
 import dataclasses
@@ -31,10 +32,12 @@ class Visits:
     """The blocks that one kernel visits; leading axes are [batch or 1, q_heads or 1, row blocks].
 
     Attributes:
-        table: int32 [..., 4] for a run, [..., 5] for a loose one, [..., width] block indices for a list.
+        table: int32 [..., 4] for a run, [..., 5] for a loose one, [..., width] block indices for a
+            list.
         counts: int32 [..., 2]: fully and partly visible blocks, for a list; else None.
-        some: bool [..., column blocks]: blocks with a visible pair, for a loose run; else None.
+        some: bool [..., query blocks, key blocks]: blocks with a visible pair, for a loose run; else None.
         any_partial, any_full: False when it is known that no block is of that kind.
+        by_key: whether the rows are blocks of keys, as for dk and dv.
     """
 
     table: Any
@@ -42,16 +45,17 @@ class Visits:
     some: Any
     any_partial: bool = dataclasses.field(metadata={"static": True})
     any_full: bool = dataclasses.field(metadata={"static": True})
+    by_key: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def form(self) -> str:
-        """ "run", "loose" or "list"."""
+        """Which of the three: "run", "loose" or "list"."""
         if self.counts is not None:
             return "list"
         return "run" if self.some is None else "loose"
 
     def kinds(self, columns: int) -> np.ndarray:
-        """What is done with each block, int [..., row blocks, columns]: 0 nothing, 1 partly, 2 fully visible.
+        """What each block is, int [..., row blocks, columns]: 0 skipped, 1 partly, 2 fully visible.
 
         For tests and pictures; on concrete tables.
         """
@@ -66,9 +70,15 @@ class Visits:
             out[(*rows[:-1], order[rows])] = kind[rows]
             return out
         first, full_first, full_last, last = (table[..., i, :] for i in range(4))
-        inside, full = (first <= index) & (index < last), (full_first <= index) & (index < full_last)
+        inside, full = (
+            (first <= index) & (index < last),
+            (full_first <= index) & (index < full_last),
+        )
         kind = np.where(full, 2, np.where(inside, 1, 0))
-        return kind if self.some is None else np.where(np.asarray(self.some), kind, 0)
+        if self.some is None:
+            return kind
+        some = np.asarray(self.some)
+        return np.where(some.swapaxes(-1, -2) if self.by_key else some, kind, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -92,15 +102,15 @@ class BlockTable:
         """Raises ValueError when the table was made for another problem."""
         if (self.q_len, self.kv_len) != (q_len, kv_len):
             raise ValueError(
-                f"mask: got a BlockTable planned for q_len={self.q_len}, kv_len={self.kv_len}, expected "
-                f"one for q_len={q_len}, kv_len={kv_len}"
+                f"mask: got a BlockTable planned for q_len={self.q_len}, kv_len={self.kv_len}, "
+                f"expected one for q_len={q_len}, kv_len={kv_len}"
             )
         for name, visits in (("fwd", self.fwd), ("dq", self.dq), ("dkv", self.dkv)):
             sizes = visits.table.shape[:2]
             if sizes[0] not in (1, batch) or sizes[1] not in (1, heads):
                 raise ValueError(
-                    f"mask: got a BlockTable ({name}) planned for batch {sizes[0]} and {sizes[1]} query "
-                    f"heads, expected batch 1 or {batch} and 1 or {heads} query heads"
+                    f"mask: got a BlockTable ({name}) planned for batch {sizes[0]} and {sizes[1]} "
+                    f"query heads, expected batch 1 or {batch} and 1 or {heads} query heads"
                 )
         self.mask.check(batch, heads, q_len, kv_len)
 
@@ -119,7 +129,14 @@ def build(mask: Mask, tiles: Tiles, grid_of, backend: str) -> BlockTable:
     same = (tiles.dq.block_q, tiles.dq.block_kv) == (tiles.fwd.block_q, tiles.fwd.block_kv)
     dq = fwd if same else row_visits(mask, grid_of(tiles.dq))
     return BlockTable(
-        mask, fwd, dq, column_visits(mask, dkv_grid), tiles, fwd_grid.q_len, fwd_grid.kv_len, backend
+        mask,
+        fwd,
+        dq,
+        column_visits(mask, dkv_grid),
+        tiles,
+        fwd_grid.q_len,
+        fwd_grid.kv_len,
+        backend,
     )
 
 
@@ -144,7 +161,11 @@ def row_visits(mask: Mask, grid: TileGrid) -> Visits:
     some, every = mask.tiles(grid)
     kv_first, _ = grid.kv_bounds
     every = every & (kv_first + np.int32(grid.block_kv) <= np.int32(grid.kv_len))
-    return (_loose if mask.runs else _list)(*_to_rank_4(some, every, grid))
+    some, every = _to_rank_4(some, every, grid)
+    if mask.runs:
+        return _loose(some, every)
+    ragged = grid.kv_len % grid.block_kv != 0
+    return _list(some, every, uniform=mask.uniform(grid) and not ragged)
 
 
 def column_visits(mask: Mask, grid: TileGrid) -> Visits:
@@ -152,10 +173,14 @@ def column_visits(mask: Mask, grid: TileGrid) -> Visits:
     some, every = mask.tiles(grid)
     q_first, _ = grid.q_bounds
     every = every & (q_first + np.int32(grid.block_q) <= np.int32(grid.q_len))
-    some, every = (x.swapaxes(-1, -2) for x in _to_rank_4(some, every, grid))
-    if mask.row_span(mask_core.row_positions(grid)) is None:
-        return (_loose if mask.runs else _list)(some, every)
-    return _run(_runs_of(some, every))
+    some, every = _to_rank_4(some, every, grid)
+    if mask.runs and mask.row_span(mask_core.row_positions(grid)) is None:
+        return dataclasses.replace(_loose(some, every, -2), by_key=True)
+    some, every = (x.swapaxes(-1, -2) for x in (some, every))
+    if mask.runs:
+        return dataclasses.replace(_run(_runs_of(some, every)), by_key=True)
+    uniform = mask.uniform(grid) and grid.q_len % grid.block_q == 0
+    return dataclasses.replace(_list(some, every, uniform=uniform), by_key=True)
 
 
 def _to_rank_4(some, every, grid: TileGrid):
@@ -201,22 +226,49 @@ def _run(table) -> Visits:
     return Visits(table, None, None, any_partial=bool(partial.any()), any_full=bool(full.any()))
 
 
-def _loose(some, every) -> Visits:
-    xp = xp_of(some, every)
-    index = np.arange(some.shape[-1], dtype=np.int32)
-    far, none, one = np.int32(FAR), np.int32(0), np.int32(1)
-    first, full_first = (xp.where(x, index, far).min(-1, initial=far) for x in (some, every))
-    last, full_last = (xp.where(x, index + one, none).max(-1, initial=0) for x in (some, every))
-    num_some, num_full = (xp.where(x, one, none).sum(-1, dtype=np.int32) for x in (some, every))
+def _loose(some, every, axis: int = -1) -> Visits:
+    """A loose run along one axis of bool maps [..., query blocks, key blocks]."""
+    ends = _ends(some, every, axis)
+    first, last, full_first, full_last, num_some, num_full = ends
     # Fully visible blocks that are no single run are visited as partly visible ones.
-    full_last = xp.where(full_last - full_first == num_full, full_last, none)
+    full_last = xp_of(*ends).where(full_last - full_first == num_full, full_last, np.int32(0))
     run = _ordered(first, full_first, full_last, last)
     holes = run[..., 3] - run[..., 0] - num_some
-    table = xp.concatenate([run, holes[..., None]], axis=-1)
+    table = xp_of(*ends).concatenate([run, holes[..., None]], axis=-1)
     return dataclasses.replace(_run(table[..., :4]), table=table, some=some)
 
 
-def _list(some, every) -> Visits:
+def _ends(some, every, axis: int):
+    """First index, last index + 1 of `some` and of `every` along an axis, and how many each holds."""
+    xp = xp_of(some, every)
+    far, none, one = np.int32(FAR), np.int32(0), np.int32(1)
+    index = np.arange(some.shape[axis], dtype=np.int32)
+    index = index if axis == -1 else index[:, None]
+    mapped = [
+        xp.where(x, y, z)
+        for y, z in ((index, far), (index + one, none))
+        for x in (some, every)
+    ]  # fmt: skip
+    first, full_first, last, full_last = mapped
+    counts = [xp.where(x, one, none) for x in (some, every)]
+    if xp is np:
+        ends = (first.min(axis), last.max(axis), full_first.min(axis), full_last.max(axis))
+        return (*ends, *(x.sum(axis, dtype=np.int32) for x in counts))
+
+    def merge(a, b):
+        least, most = jax.lax.min, jax.lax.max
+        return (
+            least(a[0], b[0]), most(a[1], b[1]), least(a[2], b[2]), most(a[3], b[3]),
+            a[4] + b[4], a[5] + b[5],
+        )  # fmt: skip
+
+    # One reduction of six operands is one kernel; six reductions were five.
+    operands = (first, last, full_first, full_last, *counts)
+    start = (far, none, far, none, none, none)
+    return jax.lax.reduce(operands, start, merge, (some.ndim + axis,))
+
+
+def _list(some, every, *, uniform: bool) -> Visits:
     xp = xp_of(some, every)
     width = some.shape[-1]
     index = np.arange(width, dtype=np.int32)
@@ -226,7 +278,7 @@ def _list(some, every) -> Visits:
     counts = xp.stack([every.sum(-1), (some & ~every).sum(-1)], axis=-1).astype(np.int32)
     table = order.astype(np.int32)
     if not isinstance(counts, np.ndarray):
-        return Visits(table, counts, None, any_partial=True, any_full=True)
+        return Visits(table, counts, None, any_partial=not uniform, any_full=True)
     used = max(1, int(counts.sum(-1).max(initial=0)))
     full, partial = (bool(counts[..., i].any()) for i in (0, 1))
     return Visits(table[..., :used], counts, None, any_partial=partial, any_full=full)

@@ -52,16 +52,16 @@ def draw(
     """Shows which pairs a mask allows and which blocks a kernel visits.
 
     Args:
-        mask: a mask expression, bool array, None, or a planned `BlockTable` (which brings its lengths
-            and the forward kernel's block sizes).
+        mask: a mask expression, bool array, None, or a planned `BlockTable` (which brings its
+            lengths and the forward kernel's block sizes).
         q_len, kv_len: lengths; kv_len None is q_len.
         block_q, block_kv: block sizes.
         batch, head: which sequence and query head to show.
         path: where to write a PNG (needs matplotlib); None for text only.
 
     Returns:
-        the text: one character a block, `.` skipped, `+` partly visible, `#` fully visible, and their
-        counts.
+        the text: one character a block, `.` skipped, `+` partly visible, `#` fully visible, and
+        their counts.
 
     Raises:
         ValueError: when lengths are missing, or too large for a picture of single pairs.
@@ -84,14 +84,22 @@ def draw(
     )
     text = "\n".join(rows)
     if path is not None:
-        _picture(mask, kinds, text.splitlines()[-1], (q_len, kv_len, block_q, block_kv, batch, head), path)
+        _picture(
+            mask,
+            kinds,
+            text.splitlines()[-1],
+            (q_len, kv_len, block_q, block_kv, batch, head),
+            path,
+        )
     return text
 
 
 def _picture(mask, kinds, title: str, sizes, path: str) -> None:
     q_len, kv_len, block_q, block_kv, batch, head = sizes
     if q_len * kv_len > 1 << 24:
-        raise ValueError(f"path: got lengths {q_len} x {kv_len}, expected at most 2^24 pairs to draw")
+        raise ValueError(
+            f"path: got lengths {q_len} x {kv_len}, expected at most 2^24 pairs to draw"
+        )
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -105,7 +113,9 @@ def _picture(mask, kinds, title: str, sizes, path: str) -> None:
     left.set(title="visible pairs", xlabel="key", ylabel="query")
     colours = matplotlib.colors.ListedColormap(["#f2f2f2", "#f4a259", "#2a6f97"])
     extent = (0, kinds.shape[1] * block_kv, kinds.shape[0] * block_q, 0)
-    right.imshow(kinds, cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent, interpolation="nearest")
+    right.imshow(
+        kinds, cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent, interpolation="nearest"
+    )
     right.set(title="blocks: grey skipped, orange partial, blue full", xlabel="key", ylabel="query")
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=110)

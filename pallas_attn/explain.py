@@ -37,7 +37,8 @@ class Explanation:
         heads = f"{spec.q_heads} query heads on {spec.kv_heads} KV heads"
         dims = f"head_dim {spec.head_dim}, v_dim {spec.v_dim}, {spec.dtype}"
         lines = [
-            f"attention of {spec.q_len} queries to {spec.kv_len} keys, batch {spec.batch}, {heads}, {dims}",
+            f"attention of {spec.q_len} queries to {spec.kv_len} keys, batch {spec.batch}, "
+            f"{heads}, {dims}",
             f"mask     {self.mask}",
             f"device   {self.gpu or 'no NVIDIA GPU'}",
             f"backend  {self.backend}",
@@ -48,13 +49,24 @@ class Explanation:
 
 
 def explain(
-    q, k, v, mask=None, *, bias=None, scale=None, soft_cap=None, sinks=None, backend=None, tiles=None
+    q,
+    k,
+    v,
+    mask=None,
+    *,
+    bias=None,
+    scale=None,
+    soft_cap=None,
+    sinks=None,
+    backend=None,
+    tiles=None,
 ) -> Explanation:
     """Tells what `mha` with the same arguments would run, without running it.
 
     Args:
         q, k, v: arrays or `jax.ShapeDtypeStruct`s, as in `mha`.
-        mask, bias, scale, soft_cap, sinks, backend, tiles: as in `mha`; bias and sinks may be structs.
+        mask, bias, scale, soft_cap, sinks, backend, tiles: as in `mha`; bias and sinks may be
+            structs.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `mha`.
@@ -74,7 +86,8 @@ def explain(
     if planned is not None:
         if tiles is not None and tiles != planned.tiles:
             raise ValueError(
-                f"tiles: got {tiles}, expected those of the BlockTable passed as mask: {planned.tiles}"
+                f"tiles: got {tiles}, expected those of the BlockTable passed as mask: "
+                f"{planned.tiles}"
             )
         tiles = planned.tiles
     tiles = tiles or backends.load(name).candidate_tiles(spec, gpu)[0]
@@ -82,7 +95,9 @@ def explain(
     for other, reason in backends.reasons(spec, expression, gpu).items():
         if other != name:
             reasons[other] = reason or (
-                f"it could, but {name!r} was asked for" if backend else f"it could, but {name!r} is preferred"
+                f"it could, but {name!r} was asked for"
+                if backend
+                else f"it could, but {name!r} is preferred"
             )
     return Explanation(name, tiles, reasons, spec, repr(expression), gpu.name if gpu else None)
 

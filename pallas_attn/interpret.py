@@ -1,4 +1,4 @@
-"""`with interpret():` runs GPU kernels on a CPU, step by step: how tests and users without a GPU check them."""
+"""`with interpret():` runs GPU kernels on a CPU, for tests and for users without a GPU."""
 
 import contextlib
 import contextvars
@@ -13,8 +13,8 @@ def interpret(detect_races: bool = False, target: str = "h200"):
     """Runs the kernels of any backend by interpretation inside the block.
 
     Triton kernels run in Pallas' interpreter, Mosaic kernels in JAX's GPU interpreter, which models
-    shared memory, barriers and TMA. Functions jitted before are traced again inside. Slow: for small
-    shapes only.
+    shared memory, barriers and TMA. Functions jitted before are traced again inside. Slow: for
+    small shapes only.
 
     Args:
         detect_races: also run the race detector (Mosaic kernels only; Triton's interpreter is

@@ -42,8 +42,8 @@ def dot_product_attention(
         query_seq_lengths: int32 [batch]; rows past it give 0.
         key_value_seq_lengths: int32 [batch]; keys past it are not seen.
         local_window_size: (left, right) extra keys on each side, or one number for both.
-        implementation: a backend of `mha`, or None for the best one. jax.nn's "cudnn" is refused: ask
-            jax.nn itself for it.
+        implementation: a backend of `mha`, or None for the best one. jax.nn's "cudnn" is refused:
+            ask jax.nn itself for it.
         return_residual: also return the lse, [batch, q_len, q_heads] in key's dtype and without
             gradient, as jax.nn does.
 
@@ -59,7 +59,14 @@ def dot_product_attention(
             raise ValueError(f"{name}: got shape {x.shape}, expected rank 4")
     expression = _mask(mask, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size)
     out, lse = mha(
-        query, key, value, expression, bias=bias, scale=scale, return_lse=True, backend=implementation
+        query,
+        key,
+        value,
+        expression,
+        bias=bias,
+        scale=scale,
+        return_lse=True,
+        backend=implementation,
     )
     if not return_residual:
         return out

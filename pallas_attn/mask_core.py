@@ -1,15 +1,16 @@
 """What a mask is: the three questions it answers, how masks combine, and blocks from row spans.
 
-The masks themselves are in `masks.py`. A mask answers at up to three levels of detail, each derived from the one
-before unless it knows better:
+The masks themselves are in `masks.py`. A mask answers at up to three levels of detail, each derived
+from the one before unless it knows better:
 
     allowed(at)     one bool per (query, key) pair: the meaning. Runs in kernels on partial blocks.
     row_span(at)    query row i sees keys [start, end): for masks that are one interval a row. Block
                     bounds follow exactly and cheaply.
     tiles(grid)     per block of queries and keys: may any pair be visible, are all visible?
 
-Numbers given as Python ints are constants of the kernel; arrays (ids, lengths, maps) are its operands, so
-new values never recompile. Inside a kernel the arrays of a mask are references, indexed like arrays.
+Numbers given as Python ints are constants of the kernel; arrays (ids, lengths, maps) are its
+operands, so new values never recompile. Inside a kernel the arrays of a mask are references,
+indexed like arrays.
 """
 
 import dataclasses
@@ -123,7 +124,8 @@ def at_batch(value, batch):
 class Mask:
     """Base of all masks; a pytree whose leaves are the mask's arrays."""
 
-    # Whether the visible blocks of a row of blocks are nearly always one run: tables are cheaper then.
+    # Whether the visible blocks of a row of blocks are nearly always one run, which makes
+    # tables cheaper.
     runs: ClassVar[bool] = False
 
     def __init_subclass__(cls):
@@ -134,15 +136,21 @@ class Mask:
         raise NotImplementedError
 
     def row_span(self, at: Position):
-        """(start, end) of the keys that a query row sees, or None when they are no single interval."""
+        """(start, end) of the keys that a query row sees; None when they are no one interval."""
         del at
 
     def tiles(self, grid: TileGrid):
         """(any, full): bool, broadcasting to [batch, q_heads, num_q, num_kv].
 
-        `any` is False only for blocks with no visible pair, `full` True only for blocks with no other.
+        `any` is False only for blocks with no visible pair, `full` True only for blocks with no
+        other.
         """
         return span_tiles(grid, *self.row_span(row_positions(grid)))
+
+    def uniform(self, grid: TileGrid) -> bool:
+        """Whether each block is known to be visible wholly or not at all, sequence ends aside."""
+        del grid
+        return False
 
     def q_valid(self, batch, q):
         """Queries that may see anything (bool), or None when all may. Others are never read."""
@@ -176,7 +184,8 @@ class Mask:
         return Not(self)
 
     def __repr__(self):
-        return f"{type(self).__name__}({', '.join(_show(*f) for f in vars(self).items() if f[0] != '_children')})"
+        fields = (_show(*f) for f in vars(self).items() if f[0] != "_children")
+        return f"{type(self).__name__}({', '.join(fields)})"
 
 
 def _show(name, value) -> str:
@@ -187,7 +196,8 @@ def _show(name, value) -> str:
 
 def _flatten(mask):
     fields = vars(mask)
-    # Which fields are children is settled once: JAX also unflattens masks with placeholders as leaves.
+    # Which fields are children is settled once: JAX also unflattens masks with placeholders as
+    # leaves.
     names = fields.get("_children")
     if names is None:
         names = tuple(k for k, v in fields.items() if isinstance(v, Mask | tuple) or is_array(v))
@@ -219,8 +229,11 @@ def to_blocks(x, block: int, fill):
 
 
 def span_bounds(grid: TileGrid, start, end):
-    """Per block of queries, [..., num_q]: min start, max end over rows that see something; and max start,
-    min end over all rows."""
+    """Bounds of the rows of each block of queries, [..., num_q].
+
+    Returns:
+        min start and max end over rows that see something; max start and min end over all rows.
+    """
     xp = xp_of(start, end)
     start, end = xp.broadcast_arrays(start, end)
     if start.shape[-1] != grid.q_len:
@@ -305,7 +318,7 @@ class And(Mask):
 
 
 def both(a, b):
-    """a & b, where None is a condition that always holds."""
+    """The conjunction of two conditions, where None is a condition that always holds."""
     if a is None or b is None:
         return b if a is None else a
     return a & b
@@ -425,6 +438,6 @@ def as_mask(mask) -> Mask:
     if is_array(mask):
         return Dense(mask)
     raise TypeError(
-        f"mask: got {type(mask).__name__}, expected a mask such as Causal(), a BlockTable from plan(), "
-        "a bool array or None"
+        f"mask: got {type(mask).__name__}, expected a mask such as Causal(), a BlockTable from "
+        "plan(), a bool array or None"
     )

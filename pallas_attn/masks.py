@@ -1,7 +1,7 @@
 """Who may attend to whom: the masks, joined by `&`, `|` and `~`.
 
-Indices count from 0 in each sequence; `batch` and `head` (a query head) are indices too. A 4 x 6 example
-of the two causal alignments (rows are queries, x is visible):
+Indices count from 0 in each sequence; `batch` and `head` (a query head) are indices too. A 4 x 6
+example of the two causal alignments (rows are queries, x is visible):
 
     Causal()            Causal(align="bottom_right")
     x . . . . .         x x x . . .
@@ -9,8 +9,8 @@ of the two causal alignments (rows are queries, x is visible):
     x x x . . .         x x x x x .
     x x x x . .         x x x x x x
 
-To add a mask, write one class with `allowed` (and `row_span` where it is one interval a row, or `tiles`),
-and one line in `testing.MASK_CASES`; `mask_core.py` says what the methods mean.
+To add a mask, write one class with `allowed` (and `row_span` where it is one interval a row, or
+`tiles`), and one line in `testing.MASK_CASES`; `mask_core.py` says what the methods mean.
 """
 
 import math
@@ -21,19 +21,36 @@ import numpy as np
 
 from pallas_attn import predicate
 from pallas_attn.mask_core import (
-    FAR, And, Dense, Full, Mask, Not, Or, Position, TileGrid, as_mask, at_batch, batch_of, both, int_operand,
-    is_array, largest, to_blocks, true_like, xp_of,
-)  # fmt: skip
+    FAR,
+    And,
+    Dense,
+    Full,
+    Mask,
+    Not,
+    Or,
+    Position,
+    TileGrid,
+    as_mask,
+    at_batch,
+    batch_of,
+    both,
+    int_operand,
+    is_array,
+    largest,
+    to_blocks,
+    true_like,
+    xp_of,
+)
 
 
 class Causal(Mask):
     """Query i sees keys up to i + offset.
 
     Args:
-        offset: an int, or an int32 array of rank 0 or [batch] (how far the queries start after the keys,
-            as when decoding into a cache). 0 is jax.nn's top-left alignment.
-        align: "top_left", or "bottom_right": the last query sees the last key, as in FlashAttention;
-            adds kv_len - q_len to the offset.
+        offset: an int, or an int32 array of rank 0 or [batch] (how far the queries start after the
+            keys, as when decoding into a cache). 0 is jax.nn's top-left alignment.
+        align: "top_left", or "bottom_right": the last query sees the last key, as in
+            FlashAttention; adds kv_len - q_len to the offset.
     """
 
     runs = True
@@ -68,7 +85,7 @@ def _check_per_batch(name, value, batch):
 
 
 class SlidingWindow(Mask):
-    """Query i sees keys i - left .. i + right, besides itself counted as FlashAttention and jax.nn do.
+    """Query i sees keys i - left .. i + right, counted as FlashAttention and jax.nn do.
 
     Args:
         left: keys to the left besides self, 0 or more; None is open.
@@ -247,8 +264,8 @@ class Predicate(Mask):
     """Visible where fn(batch, head, q_index, kv_index) is True.
 
     Args:
-        fn: takes four int32 scalars and gives a bool; scalar operations and `array[scalar, ...]` reads
-            of arrays it closes over. The arrays are operands: new values do not recompile.
+        fn: takes four int32 scalars and gives a bool; scalar operations and `array[scalar, ...]`
+            reads of arrays it closes over. The arrays are operands: new values do not recompile.
     """
 
     def __init__(self, fn):
@@ -293,8 +310,8 @@ class Document(Mask):
     """Queries see the keys of their own document.
 
     Args:
-        q_segment_ids: int32 [q_len] or [batch, q_len]; any ids, in any order. Negative ids are padding:
-            they see nothing and nothing sees them.
+        q_segment_ids: int32 [q_len] or [batch, q_len]; any ids, in any order. Negative ids are
+            padding: they see nothing and nothing sees them.
         kv_segment_ids: the same for keys; None for the queries' ids.
     """
 
@@ -354,7 +371,7 @@ class Document(Mask):
 
 
 def _id_bounds(ids, block: int):
-    """Per block of ids: the least and greatest, and a 32-bit set of the hashes of the non-negative ones."""
+    """Per block: the least and greatest id, and a 32-bit set of the hashes of those from 0 up."""
     blocks = to_blocks(ids, block, np.int32(0))
     # The end of a ragged last block repeats its last id, which changes none of the three.
     short = blocks.shape[-1] * blocks.shape[-2] - ids.shape[-1]
@@ -366,7 +383,7 @@ def _id_bounds(ids, block: int):
 
 
 class Dilated(Mask):
-    """Query i sees keys i ± n·dilation for n = 0 .. window: a window with gaps (Longformer, section 3.1).
+    """Query i sees keys i ± n·dilation, n = 0 .. window: a window with gaps (Longformer, 3.1).
 
     Args:
         window: keys on each side besides self.
@@ -407,25 +424,31 @@ class BlockSparse(Mask):
         block_map = block_map if is_array(block_map) else np.asarray(block_map)
         if block_map.dtype != jnp.bool_ or not 2 <= block_map.ndim <= 4:
             raise ValueError(
-                f"block_map: got {block_map.dtype}{block_map.shape}, expected bool [q_blocks, kv_blocks], "
-                "[q_heads, q_blocks, kv_blocks] or [batch, q_heads, q_blocks, kv_blocks]"
+                f"block_map: got {block_map.dtype}{block_map.shape}, expected bool [q_blocks, "
+                "kv_blocks], [q_heads, q_blocks, kv_blocks] or [batch, q_heads, q_blocks, "
+                "kv_blocks]"
             )
         for name, size in (("block_q", block_q), ("block_kv", block_kv)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: got {size!r}, expected an int from 1 up")
         shape = (1,) * (4 - block_map.ndim) + block_map.shape
-        self.block_map = jnp.asarray(block_map).reshape(shape)
+        self.q_blocks, self.kv_blocks = shape[2:]
+        self.flat_map = jnp.asarray(block_map).reshape(*shape[:2], self.q_blocks * self.kv_blocks)
         self.block_q, self.block_kv = block_q, block_kv
 
     def sizes(self):
-        return self.block_map.shape[:2]
+        return self.flat_map.shape[:2]
 
     def allowed(self, at):
-        row = jax.lax.div(at.q, jnp.full_like(at.q, self.block_q))
+        # One flat index a pair, not two that are combined pair by pair: registers.
+        batches, heads = self.sizes()
+        row = jax.lax.div(at.q, jnp.full_like(at.q, self.block_q)) * np.int32(self.kv_blocks)
         column = jax.lax.div(at.kv, jnp.full_like(at.kv, self.block_kv))
-        sizes = self.block_map.shape
-        batch, head = (at.batch if sizes[0] > 1 else 0), (at.head if sizes[1] > 1 else 0)
-        return self.block_map[batch, head, row, column] & true_like(at.q, at.kv)
+        batch, head = (at.batch if batches > 1 else 0), (at.head if heads > 1 else 0)
+        return self.flat_map[batch, head, row + column] & true_like(at.q, at.kv)
+
+    def uniform(self, grid):
+        return self.block_q % grid.block_q == 0 and self.block_kv % grid.block_kv == 0
 
     def tiles(self, grid):
         def per_tile(x, axis, entry, tile, length, *, every):
@@ -437,23 +460,25 @@ class BlockSparse(Mask):
             return jnp.moveaxis(x.all(-1) if every else x.any(-1), -1, axis)
 
         def both_axes(every):
-            rows = per_tile(self.block_map, 2, self.block_q, grid.block_q, grid.q_len, every=every)
+            block_map = self.flat_map.reshape(*self.sizes(), self.q_blocks, self.kv_blocks)
+            rows = per_tile(block_map, 2, self.block_q, grid.block_q, grid.q_len, every=every)
             return per_tile(rows, 3, self.block_kv, grid.block_kv, grid.kv_len, every=every)
 
         return both_axes(False), both_axes(True)
 
     def check(self, batch, heads, q_len, kv_len):
         blocks = (-(-q_len // self.block_q), -(-kv_len // self.block_kv))
-        sizes = self.block_map.shape
+        sizes = (*self.sizes(), self.q_blocks, self.kv_blocks)
         if sizes[0] not in (1, batch) or sizes[1] not in (1, heads) or sizes[2:] != blocks:
             raise ValueError(
-                f"block_map: got shape {sizes}, expected [batch or 1, q_heads or 1, q_blocks, kv_blocks] = "
-                f"({batch}, {heads}, {blocks[0]}, {blocks[1]}) for blocks of {self.block_q} queries and "
-                f"{self.block_kv} keys over lengths {q_len} and {kv_len}"
+                f"block_map: got shape {sizes}, expected [batch or 1, q_heads or 1, q_blocks, "
+                f"kv_blocks] = ({batch}, {heads}, {blocks[0]}, {blocks[1]}) for blocks of "
+                f"{self.block_q} queries and {self.block_kv} keys over lengths {q_len} and {kv_len}"
             )
 
 
 __all__ = [
-    "And", "BlockSparse", "Causal", "Chunked", "Dense", "Dilated", "Document", "Full", "Lengths", "Mask",
-    "Not", "Or", "Position", "Predicate", "PrefixLM", "RowSpan", "SlidingWindow", "TileGrid", "as_mask",
+    "And", "BlockSparse", "Causal", "Chunked", "Dense", "Dilated", "Document", "Full", "Lengths",
+    "Mask", "Not", "Or", "Position", "Predicate", "PrefixLM", "RowSpan", "SlidingWindow",
+    "TileGrid", "as_mask",
 ]  # fmt: skip

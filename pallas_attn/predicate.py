@@ -1,9 +1,9 @@
-"""`Predicate`: any function of (batch, head, q_index, kv_index) as a mask, arrays it closes over included.
+"""`Predicate`: any function of (batch, head, q_index, kv_index), and its arrays, as a mask.
 
-The function is traced once on four scalars. The trace is then evaluated on whole tiles: every scalar
-of the trace becomes an array with one element per (query, key) pair, and reading a closed-over array at
-a scalar index becomes a gather. The same evaluation serves plain JAX, where closed-over arrays are
-arrays, and kernels, where they are references to device memory.
+The function is traced once on four scalars. The trace is then evaluated on whole tiles: every
+scalar of the trace becomes an array with one element per (query, key) pair, and reading a
+closed-over array at a scalar index becomes a gather. The same evaluation serves plain JAX, where
+closed-over arrays are arrays, and kernels, where they are references to device memory.
 """
 
 import functools
@@ -111,7 +111,11 @@ def _check(jaxpr):
     arrays = set(jaxpr.constvars)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "dynamic_slice" and not hasattr(eqn.invars[0], "val") and eqn.invars[0] in arrays:
+        if (
+            name == "dynamic_slice"
+            and not hasattr(eqn.invars[0], "val")
+            and eqn.invars[0] in arrays
+        ):
             if any(size != 1 for size in eqn.params["slice_sizes"]):
                 raise NotImplementedError(
                     "Predicate: reads more than one element of an array at once"

@@ -1,7 +1,7 @@
 """Plain attention with the whole [q_len, kv_len] matrix: what every backend is checked against.
 
-Runs in any float dtype, float64 included; its gradients come from JAX's own differentiation. It shares
-the masks' meaning (`Mask.allowed`) with the kernels, and no other code.
+Runs in any float dtype, float64 included; its gradients come from JAX's own differentiation. It
+shares the masks' meaning (`Mask.allowed`) with the kernels, and no other code.
 """
 
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a call computes: shapes, dtypes and score options, checked once, hashable, static under jit."""
+"""What a call computes: shapes, dtypes, score options; checked once, hashable, static in jit."""
 
 import dataclasses
 import math
@@ -73,7 +73,8 @@ class Spec:
         if k.shape != (batch, kv_len, kv_heads, head_dim) or v.shape[0] != batch:
             raise ValueError(
                 f"q, k, v: got shapes {q.shape}, {k.shape}, {v.shape}, expected k [batch, kv_len, "
-                "kv_heads, head_dim] and v [batch, kv_len, kv_heads, v_dim] with q's batch and head_dim"
+                "kv_heads, head_dim] and v [batch, kv_len, kv_heads, v_dim] with q's batch and "
+                "head_dim"
             )
         if q_heads == 0 or kv_heads == 0 or q_heads % kv_heads:
             raise ValueError(

@@ -1,12 +1,12 @@
-"""Named problems, masks and random inputs, and the one rule for errors: what tests, benchmarks and tuners share.
+"""Named problems, masks, random inputs and the rule for errors, for tests, benchmarks and tuners.
 
     CASES["base-causal"]            a problem and a mask, by name
     inputs(case, "bfloat16")        operands, mask and cotangents, seeded by the case's name
     run(attend, data)               out, lse and every gradient, in one jitted function
-    expected(case, "bfloat16")      the same from float64, and from the plain computation in that dtype
+    expected(case, "bfloat16")      the same in float64, and of the plain computation in that dtype
     assert_close(got, ...)          error <= 2 x the plain computation's error + a rounding floor
 
-A new mask is one line in `MASK_CASES`, a new shape or option one in `PROBLEMS`; every backend then meets it.
+A new mask is a line in `MASK_CASES`, a new shape or option one in `PROBLEMS`: all backends meet it.
 """
 
 import contextlib
@@ -20,14 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import gpu, masks, reference
-from pallas_attn.api import mha
-from pallas_attn.interpret import interpret
-from pallas_attn.masks import (
-    BlockSparse, Causal, Chunked, Dense, Dilated, Document, Full, Lengths, Predicate, PrefixLM,
-    SlidingWindow,
-)  # fmt: skip
-from pallas_attn.tiles import KernelTiles, Tiles
+import pallas_attn as pa
+from pallas_attn import gpu, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +33,7 @@ class Problem:
         lens: (q_len, kv_len).
         heads: (q_heads, kv_heads).
         dims: (head_dim, v_dim).
-        bias: the axes of [b]atch, [h]eads, [q]ueries, [k]eys that the bias has, the others being 1; None
-            for no bias.
+        bias: the axes of [b]atch, [h]eads, [q]ueries, [k]eys that the bias has; None for no bias.
         scale, soft_cap: as in `mha`.
         sinks: whether there are sinks.
     """
@@ -120,17 +113,13 @@ def _coins(rng, chance: float, *shape: int):
     return jnp.asarray(rng.random(shape) < chance)
 
 
-def _documents(rng, b, n, low=0, high=4):
-    """Ascending ids: documents one after the other, padding (negative ids) first."""
-    return jnp.sort(_integers(rng, low, high, b, n), axis=-1)
-
-
 def _cross_documents(rng, b, m, n, low=0):
-    return Document(_documents(rng, b, m, low), _documents(rng, b, n, low))
+    """Ascending ids: documents one after the other, padding (negative ids) first."""
+    return pa.Document(*(jnp.sort(_integers(rng, low, 4, b, x), axis=-1) for x in (m, n)))
 
 
 def _alternating(rng, b, m, n):
-    return Document(_integers(rng, -1, 4, b, m), _integers(rng, -1, 4, b, n))
+    return pa.Document(_integers(rng, -1, 4, b, m), _integers(rng, -1, 4, b, n))
 
 
 def _half_lens(rng, b, n):
@@ -141,47 +130,49 @@ def _half_lens(rng, b, n):
 def _block_map(rng, lens, block_q: int, block_kv: int, *lead: int):
     rows, columns = -(-lens[0] // block_q), -(-lens[1] // block_kv)
     block_map = _coins(rng, 0.5, *lead, rows, columns)
-    return BlockSparse(block_map.at[..., 0, :].set(False), block_q, block_kv)
+    return pa.BlockSparse(block_map.at[..., 0, :].set(False), block_q, block_kv)
 
 
 def _stripes():
-    return Predicate(lambda batch, head, q, kv: (q + 2 * kv) % 5 < 2)
+    return pa.Predicate(lambda batch, head, q, kv: (q + 2 * kv) % 5 < 2)
 
 
 def _routed(rng, b, h, m, n):
-    """Closes over arrays: a bucket for every query and key of each sequence, and a reach for each head."""
+    """Closes over arrays: a bucket for each query and key of a sequence, a reach for each head."""
     q_bucket, kv_bucket = _integers(rng, 0, 3, b, m), _integers(rng, 0, 3, b, n)
     reach = _integers(rng, 0, n, h)
 
     def fn(batch, head, q, kv):
         return (q_bucket[batch, q] == kv_bucket[batch, kv]) | (abs(q - kv) < reach[head])
 
-    return Predicate(fn)
+    return pa.Predicate(fn)
 
 
-# name -> f(rng, batch, q_heads, q_len, kv_len). Arrays made here are traced operands of the jitted calls.
-MASK_CASES: dict[str, Callable[..., masks.Mask]] = {
-    "full": lambda r, b, h, m, n: Full(),
-    "causal": lambda r, b, h, m, n: Causal(),
-    "causal_offset": lambda r, b, h, m, n: Causal(-9),
-    "causal_offsets": lambda r, b, h, m, n: Causal(_integers(r, -m // 2, n, b)),
-    "causal_bottom_right": lambda r, b, h, m, n: Causal(align="bottom_right"),
-    "window": lambda r, b, h, m, n: SlidingWindow(17, 9),
-    "window_self": lambda r, b, h, m, n: SlidingWindow(0, 0),
-    "window_at_tile_edge": lambda r, b, h, m, n: SlidingWindow(32, 31),
-    "window_open_left": lambda r, b, h, m, n: SlidingWindow(None, 5),
-    "window_open_right": lambda r, b, h, m, n: SlidingWindow(40, None),
-    "window_bottom_right": lambda r, b, h, m, n: SlidingWindow(12, 0, align="bottom_right"),
-    "window_offsets": lambda r, b, h, m, n: SlidingWindow(12, 3, offset=_integers(r, -m, n, b)),
-    "prefix": lambda r, b, h, m, n: PrefixLM(33),
-    "prefixes": lambda r, b, h, m, n: PrefixLM(_half_lens(r, b, n)),
-    "chunked": lambda r, b, h, m, n: Chunked(24),
-    "dilated": lambda r, b, h, m, n: Dilated(4, 7),
-    "dilated_by_1": lambda r, b, h, m, n: Dilated(20, 1),
-    "lengths_q": lambda r, b, h, m, n: Lengths(q_lens=_half_lens(r, b, m)),
-    "lengths_kv": lambda r, b, h, m, n: Lengths(kv_lens=_half_lens(r, b, n)),
-    "lengths": lambda r, b, h, m, n: Lengths(_integers(r, 1, m + 1, b), _half_lens(r, b, n)[::-1]),
-    "length_static": lambda r, b, h, m, n: Lengths(kv_lens=(n + 1) // 2),
+# name -> f(rng, batch, q_heads, q_len, kv_len). Arrays made here are operands of the jitted calls.
+MASK_CASES: dict[str, Callable[..., pa.Mask]] = {
+    "full": lambda r, b, h, m, n: pa.Full(),
+    "causal": lambda r, b, h, m, n: pa.Causal(),
+    "causal_offset": lambda r, b, h, m, n: pa.Causal(-9),
+    "causal_offsets": lambda r, b, h, m, n: pa.Causal(_integers(r, -m // 2, n, b)),
+    "causal_bottom_right": lambda r, b, h, m, n: pa.Causal(align="bottom_right"),
+    "window": lambda r, b, h, m, n: pa.SlidingWindow(17, 9),
+    "window_self": lambda r, b, h, m, n: pa.SlidingWindow(0, 0),
+    "window_at_tile_edge": lambda r, b, h, m, n: pa.SlidingWindow(32, 31),
+    "window_open_left": lambda r, b, h, m, n: pa.SlidingWindow(None, 5),
+    "window_open_right": lambda r, b, h, m, n: pa.SlidingWindow(40, None),
+    "window_bottom_right": lambda r, b, h, m, n: pa.SlidingWindow(12, 0, align="bottom_right"),
+    "window_offsets": lambda r, b, h, m, n: pa.SlidingWindow(12, 3, offset=_integers(r, -m, n, b)),
+    "prefix": lambda r, b, h, m, n: pa.PrefixLM(33),
+    "prefixes": lambda r, b, h, m, n: pa.PrefixLM(_half_lens(r, b, n)),
+    "chunked": lambda r, b, h, m, n: pa.Chunked(24),
+    "dilated": lambda r, b, h, m, n: pa.Dilated(4, 7),
+    "dilated_by_1": lambda r, b, h, m, n: pa.Dilated(20, 1),
+    "lengths_q": lambda r, b, h, m, n: pa.Lengths(q_lens=_half_lens(r, b, m)),
+    "lengths_kv": lambda r, b, h, m, n: pa.Lengths(kv_lens=_half_lens(r, b, n)),
+    "lengths": lambda r, b, h, m, n: pa.Lengths(
+        _integers(r, 1, m + 1, b), _half_lens(r, b, n)[::-1]
+    ),
+    "length_static": lambda r, b, h, m, n: pa.Lengths(kv_lens=(n + 1) // 2),
     "documents": lambda r, b, h, m, n: _cross_documents(r, b, m, n),
     "documents_shared": lambda r, b, h, m, n: _cross_documents(r, 1, m, n),
     "documents_padded": lambda r, b, h, m, n: _cross_documents(r, b, m, n, low=-2),
@@ -192,23 +183,27 @@ MASK_CASES: dict[str, Callable[..., masks.Mask]] = {
     "block_sparse_batch_heads": lambda r, b, h, m, n: _block_map(r, (m, n), 16, 64, b, h),
     "predicate": lambda r, b, h, m, n: _stripes(),
     "predicate_arrays": _routed,
-    "dense": lambda r, b, h, m, n: Dense(_coins(r, 0.5, b, h, m, n)),
-    "dense_queries_keys": lambda r, b, h, m, n: Dense(_coins(r, 0.3, m, n)),
-    "dense_heads": lambda r, b, h, m, n: Dense(_coins(r, 0.6, h, 1, n)),
-    "dense_batch_queries": lambda r, b, h, m, n: Dense(_coins(r, 0.6, b, 1, m, 1)),
-    "nothing": lambda r, b, h, m, n: Causal() & ~Causal(),
-    "causal_window": lambda r, b, h, m, n: Causal() & SlidingWindow(31),
-    "causal_documents": lambda r, b, h, m, n: _cross_documents(r, b, m, n, -1) & Causal(),
-    "causal_chunked": lambda r, b, h, m, n: Chunked(32) & Causal(),
-    "causal_block_sparse": lambda r, b, h, m, n: Causal() & _block_map(r, (m, n), 16, 16, h),
-    "causal_dense": lambda r, b, h, m, n: Dense(_coins(r, 0.7, b, 1, m, n)) & Causal(),
-    "sinks_and_window": lambda r, b, h, m, n: Causal() & (SlidingWindow(12) | Lengths(kv_lens=4)),
-    "documents_lengths_prefix": lambda r, b, h, m, n: (
-        _cross_documents(r, b, m, n) & Lengths(kv_lens=_half_lens(r, b, n)) & PrefixLM(20)
+    "dense": lambda r, b, h, m, n: pa.Dense(_coins(r, 0.5, b, h, m, n)),
+    "dense_queries_keys": lambda r, b, h, m, n: pa.Dense(_coins(r, 0.3, m, n)),
+    "dense_heads": lambda r, b, h, m, n: pa.Dense(_coins(r, 0.6, h, 1, n)),
+    "dense_batch_queries": lambda r, b, h, m, n: pa.Dense(_coins(r, 0.6, b, 1, m, 1)),
+    "nothing": lambda r, b, h, m, n: pa.Causal() & ~pa.Causal(),
+    "causal_window": lambda r, b, h, m, n: pa.Causal() & pa.SlidingWindow(31),
+    "causal_documents": lambda r, b, h, m, n: _cross_documents(r, b, m, n, -1) & pa.Causal(),
+    "causal_chunked": lambda r, b, h, m, n: pa.Chunked(32) & pa.Causal(),
+    "causal_block_sparse": lambda r, b, h, m, n: pa.Causal() & _block_map(r, (m, n), 16, 16, h),
+    "causal_dense": lambda r, b, h, m, n: pa.Dense(_coins(r, 0.7, b, 1, m, n)) & pa.Causal(),
+    "sinks_and_window": lambda r, b, h, m, n: (
+        pa.Causal() & (pa.SlidingWindow(12) | pa.Lengths(kv_lens=4))
     ),
-    "not_window": lambda r, b, h, m, n: ~SlidingWindow(33, 0),
-    "not_documents_or_causal": lambda r, b, h, m, n: ~(_cross_documents(r, b, m, n, -1) | Causal()),
-    "predicate_window": lambda r, b, h, m, n: _stripes() & SlidingWindow(40, 8),
+    "documents_lengths_prefix": lambda r, b, h, m, n: (
+        _cross_documents(r, b, m, n) & pa.Lengths(kv_lens=_half_lens(r, b, n)) & pa.PrefixLM(20)
+    ),
+    "not_window": lambda r, b, h, m, n: ~pa.SlidingWindow(33, 0),
+    "not_documents_or_causal": lambda r, b, h, m, n: (
+        ~(_cross_documents(r, b, m, n, -1) | pa.Causal())
+    ),
+    "predicate_window": lambda r, b, h, m, n: _stripes() & pa.SlidingWindow(40, 8),
 }
 
 
@@ -294,12 +289,12 @@ def inputs(case: Case, dtype: str) -> Data:
     return make_inputs(case.problem, dtype, mask, case.name)
 
 
-def attend_with(problem: Problem, backend: str | None, tiles: Tiles | None = None):
+def attend_with(problem: Problem, backend: str | None, tiles: pa.Tiles | None = None):
     """(operands, mask) -> (out, lse) through `mha`."""
 
     def attend(operands: Operands, mask):
         q, k, v, bias, sinks = operands
-        return mha(
+        return pa.mha(
             q, k, v, mask, bias=bias, sinks=sinks, scale=problem.scale, soft_cap=problem.soft_cap,
             return_lse=True, backend=backend, tiles=tiles,
         )  # fmt: skip
@@ -312,14 +307,14 @@ def attend_plainly(problem: Problem):
 
     def attend(operands: Operands, mask):
         q, k, v, bias, sinks = operands
-        options = dict(scale=problem.scale, soft_cap=problem.soft_cap)
+        options = {"scale": problem.scale, "soft_cap": problem.soft_cap}
         return reference.mha(q, k, v, mask, bias=bias, sinks=sinks, **options)
 
     return attend
 
 
 def with_gradients(attend):
-    """Data -> every result by name: out, lse, dq, dk, dv, and dbias and dsinks where there are such."""
+    """Data -> every result by name: out, lse, dq, dk, dv; dbias and dsinks where there are any."""
 
     def fn(data: Data):
         (out, lse), pullback = jax.vjp(lambda operands: attend(operands, data.mask), data.operands)
@@ -331,8 +326,7 @@ def with_gradients(attend):
 
 
 def compiled(fn, *args):
-    """`fn` compiled for arguments like these; on a CPU without XLA's optimisations, which take longer there
-    than what they save."""
+    """`fn` compiled for such arguments; on a CPU not optimised, which costs more than it saves."""
     options = None
     if jax.default_backend() == "cpu":
         options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -361,7 +355,7 @@ def to_host(results):
 def expected_of(problem: Problem, data: Data):
     """(exact, plain): the results in float64, and of the plain computation in the operands' dtype.
 
-    Both by `reference.mha` and JAX's own differentiation; exact starts from the same rounded operands.
+    Both by `reference.mha` and JAX's own differentiation, from the same rounded operands.
     """
     plain = run(attend_plainly(problem), data)
     with jax.enable_x64(True):
@@ -380,8 +374,8 @@ def expected(case: Case, dtype: str):
 def magnitudes(problem: Problem, data: Data) -> dict[str, float]:
     """The typical size of what each result is a sum of.
 
-    Rounding hurts a sum by the size of its terms, also where they cancel: with one visible key dq is 0 by
-    dp - delta, two numbers of the size of |dout|·|v|.
+    Rounding hurts a sum by the size of its terms, also where these cancel: with one visible key dq
+    is 0 by dp - delta, two numbers of the size of |dout|·|v|.
     """
 
     def rms(x):
@@ -396,15 +390,15 @@ def magnitudes(problem: Problem, data: Data) -> dict[str, float]:
     # Rows that a sum runs over: independent errors grow with the root.
     rows = float(problem.batch * problem.heads[0] * problem.lens[0])
     group = problem.heads[0] / problem.heads[1]
-    sums = {"out": v, "lse": 1.0 + logit, "dq": scale * dlogit * k, "dk": scale * dlogit * q * group**0.5}
-    sums |= {"dv": dout * group**0.5, "dsinks": dlogit * rows**0.5}
+    sums = {"out": v, "lse": 1.0 + logit, "dq": scale * dlogit * k, "dsinks": dlogit * rows**0.5}
+    sums |= {"dk": scale * dlogit * q * group**0.5, "dv": dout * group**0.5}
     if problem.bias_shape is not None:
         summed = np.prod(problem.mask_shape) / np.prod(problem.bias_shape)
         sums["dbias"] = dlogit * float(summed) ** 0.5
     return sums
 
 
-def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0) -> None:
+def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0):
     """Raises AssertionError unless every result is about as right as the plain computation's.
 
     For each result x, in the greatest and in the root mean square error over all elements:
@@ -412,20 +406,23 @@ def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0) -
         |x - exact| <= factor·|plain - exact| + floor
         floor = (eps(dtype) + eps(float32)·|lse|)·(|exact| + typical size of its terms)
 
-    factor is FlashAttention's 2: another order of the same roundings. The floor is for what only kernels
-    round, and for where the plain computation is exact by luck (one visible key, zero gradients, short sums):
-    one rounding of the result and one of its terms, see `magnitudes` (two in the greatest error); and, in gradients, the probabilities
-    computed again from an lse that float32 holds to within eps·|lse|, which is their relative error. The
-    lse's own eps is float32's. It must be -inf exactly where the exact one is, and out and dq exactly 0
-    there.
+    factor is FlashAttention's 2: another order of the same roundings. The floor is for what only
+    kernels round, and for where the plain computation is exact by luck (one visible key, gradients
+    of zero): one rounding of the result and one of its terms, see `magnitudes` (two in the greatest
+    error); and, in gradients, the probabilities computed again from an lse that float32 holds to
+    within eps·|lse|, which is their relative error. The lse's own eps is float32's; it must be -inf
+    exactly where the exact one is, and out and dq exactly 0 there.
 
     Args:
         got, exact, plain: results by name, see `run` and `expected_of`; all of `got` are checked.
         sizes: from `magnitudes`.
         dtype: of the operands.
         factor: see above.
+
+    Returns:
+        the greatest error as a share of what is allowed.
     """
-    faults = []
+    faults, worst = [], 0.0
     blind = np.isneginf(exact["lse"])
     if not np.array_equal(np.isneginf(got["lse"]), blind):
         faults.append("lse: -inf elsewhere than expected")
@@ -446,14 +443,16 @@ def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0) -
         size = np.abs(exact[name][counts])
         for kind, norm, tail in (("max", _max, 2.0), ("rms", _rms, 1.0)):
             limit = factor * norm(allowed) + eps * (norm(size) + tail * sizes[name])
+            worst = max(worst, norm(error) / limit if limit else 0.0)
             # Written so that NaN fails.
             if not norm(error) <= limit:
                 faults.append(
-                    f"{name}: {kind} error {norm(error):.3g} > {limit:.3g} (plain {norm(allowed):.3g}, "
-                    f"size {norm(size):.3g})"
+                    f"{name}: {kind} error {norm(error):.3g} > {limit:.3g} "
+                    f"(plain {norm(allowed):.3g}, size {norm(size):.3g})"
                 )
     if faults:
         raise AssertionError("; ".join(faults))
+    return worst
 
 
 def _max(x) -> float:
@@ -464,7 +463,7 @@ def _rms(x) -> float:
     return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
 
-def assert_close_to_reference(attend, problem: Problem, data: Data, known=None) -> dict[str, np.ndarray]:
+def assert_close_to_reference(attend, problem: Problem, data: Data, known=None):
     """Runs `attend` twice on `data`: bit-equal, and by the error rule of `assert_close`.
 
     Args:
@@ -483,16 +482,16 @@ def assert_close_to_reference(attend, problem: Problem, data: Data, known=None) 
 
 @contextlib.contextmanager
 def running(backend: str | None):
-    """Inside, `backend` can run on this machine: for real where there is a GPU, else by interpretation."""
+    """Inside, `backend` runs on this machine: for real on a GPU, by interpretation on a CPU."""
     if backend in (None, "xla") or gpu.detect() is not None:
         yield
     else:
-        with interpret():
+        with pa.interpret():
             yield
 
 
-def small_tiles(backend: str) -> Tiles | None:
-    """Tiles that cut short sequences into many blocks, another way in each kernel; None (defaults) on a GPU."""
+def small_tiles(backend: str) -> pa.Tiles | None:
+    """Tiles that cut short sequences into blocks, another way in each kernel; defaults on a GPU."""
     if backend != "xla" and jax.default_backend() != "cpu":
         return None
-    return Tiles(KernelTiles(32, 16), KernelTiles(16, 32), KernelTiles(32, 32))
+    return pa.Tiles(pa.KernelTiles(32, 16), pa.KernelTiles(16, 32), pa.KernelTiles(32, 32))

@@ -1,8 +1,9 @@
 """The maths of one tile, written once: plain JAX and kernels of every backend run these functions.
 
-Logits inside are in base 2 (multiplied by log2 e), so that exp2, which the hardware has, replaces exp.
-A tile is [rows, keys]; row vectors are [rows]. The transposed form [keys, rows] of the dk/dv kernel
-passes row vectors along the last axis instead. FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
+Logits inside are in base 2 (multiplied by log2 e), so that exp2, which the hardware has, replaces
+exp. A tile is [rows, keys]; row vectors are [rows]. The transposed form [keys, rows] of the dk/dv
+kernel passes row vectors along the last axis instead. FlashAttention-2 (arXiv 2307.08691),
+algorithms 1 and 2.
 """
 
 import math

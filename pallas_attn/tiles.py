@@ -1,4 +1,4 @@
-"""How a call is computed: tile sizes, warps and pipeline depth of each kernel. Never what is computed."""
+"""How a call is computed: tiles, warps, pipeline depth of each kernel. Never what is computed."""
 
 import dataclasses
 
@@ -63,8 +63,8 @@ def split_dim(dim: int) -> tuple[tuple[int, int], ...]:
     """Cuts a head dimension into at most two power-of-two chunks, so that 96 costs 96 and not 128.
 
     Returns:
-        (start, width) of each chunk; widths are at least 16 (the tensor cores' depth) and the last one
-        may reach past `dim`.
+        (start, width) of each chunk; widths are at least 16 (the tensor cores' depth) and the last
+        one may reach past `dim`.
     """
     if is_power_of_two(dim) and dim >= 16:
         return ((0, dim),)

@@ -1,9 +1,9 @@
 """`mha_varlen`: sequences of any length side by side, [total, heads, dim], without padding.
 
-The sequences become a mask over the packed axis. For masks that are one interval a row (causal, windows,
-chunks, prefixes) that is again one interval a row, in packed indices: row i of sequence s sees keys
-cu_seqlens_kv[s] + [start, end), with start and end asked at its position inside the sequence. Other masks
-are asked at positions inside the sequence, pair by pair.
+The sequences become a mask over the packed axis. For masks that are one interval a row (causal,
+windows, chunks, prefixes) that is again one interval a row, in packed indices: row i of sequence s
+sees keys cu_seqlens_kv[s] + [start, end), with start and end asked at its position inside the
+sequence. Other masks are asked at positions inside the sequence, pair by pair.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from pallas_attn.masks import RowSpan
 
 
 class Packed(Mask):
-    """A mask inside each sequence of a packed axis; what `mha_varlen` builds for masks of several intervals.
+    """A mask inside each sequence of a packed axis, pair by pair; built by `mha_varlen`.
 
     Args:
         inner: the mask, asked at positions inside the sequences; its batch is the sequence's index.
@@ -44,7 +44,7 @@ class Packed(Mask):
         return counts & (segment == self.kv_segment[at.kv]) & self.inner.allowed(inside)
 
     def tiles(self, grid):
-        # Blocks that share a sequence may hold something; the inner mask is not asked block by block.
+        # Blocks that share a sequence may hold something; the inner mask is not asked.
         start, end = _segment_span(self.q_segment, self.kv_cu)
         some, every = span_tiles(grid, start[None], end[None])
         return some, every & isinstance(self.inner, Full)
@@ -67,7 +67,8 @@ def locate(cu_seqlens, total: int):
         int32 [total] each.
     """
     index = jnp.arange(total, dtype=np.int32)
-    # Few offsets, many tokens: comparing with all of them is one fused pass, and skips empty sequences.
+    # Few offsets, many tokens: comparing with all of them is one fused pass and skips
+    # empty sequences.
     segment = (index[:, None] >= cu_seqlens[None, 1:]).sum(-1, dtype=np.int32)
     inside = (segment < np.int32(cu_seqlens.shape[0] - 1)) & (index >= cu_seqlens[0])
     start = cu_seqlens[jnp.minimum(segment, np.int32(cu_seqlens.shape[0] - 2))]
@@ -125,11 +126,13 @@ def mha_varlen(
         q: [q_total, q_heads, head_dim], the sequences one after the other.
         k: [kv_total, kv_heads, head_dim].
         v: [kv_total, kv_heads, v_dim].
-        cu_seqlens_q: int [sequences + 1], offsets of the sequences in q, ascending, from 0; may be traced.
-            Empty sequences are fine. Tokens past the last offset get exact zeros, in gradients too.
+        cu_seqlens_q: int [sequences + 1], offsets of the sequences in q, ascending, from 0; may be
+            traced. Empty sequences are fine. Tokens past the last offset get exact zeros, in
+            gradients too.
         cu_seqlens_kv: the same for k and v; None for the queries' offsets.
-        mask: a mask expression; positions count inside each sequence, `Causal(align="bottom_right")`
-            aligns each sequence's ends, and per-batch arrays hold one entry a sequence.
+        mask: a mask expression; positions count inside each sequence,
+            `Causal(align="bottom_right")` aligns each sequence's ends, and per-batch arrays hold
+            one entry a sequence.
         bias: broadcasts to [1, q_heads, q_total, kv_total], in packed indices.
         scale, soft_cap, sinks, return_lse: as in `mha`.
         **options: backend, deterministic and tiles, as in `mha`.
@@ -141,7 +144,9 @@ def mha_varlen(
         ValueError, TypeError, NotImplementedError: as `mha`.
     """
     if isinstance(mask, BlockTable):
-        raise TypeError("mask: got a BlockTable, expected a mask expression (offsets change the table)")
+        raise TypeError(
+            "mask: got a BlockTable, expected a mask expression (offsets change the table)"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(f"{name}: got shape {x.shape}, expected [total, heads, dim]")
@@ -149,18 +154,20 @@ def mha_varlen(
     cu_kv = cu_q if cu_seqlens_kv is None else _offsets("cu_seqlens_kv", cu_seqlens_kv)
     if cu_q.shape != cu_kv.shape:
         raise ValueError(
-            f"cu_seqlens_kv: got {cu_kv.shape[0]} offsets, expected {cu_q.shape[0]} as in cu_seqlens_q"
+            f"cu_seqlens_kv: got {cu_kv.shape[0]} offsets, expected {cu_q.shape[0]} as in "
+            "cu_seqlens_q"
         )
     expression = as_mask(mask)
     sequences, heads = cu_q.shape[0] - 1, expression.sizes()[1]
     if expression.sizes()[0] not in (1, sequences) or heads not in (1, q.shape[1]):
         raise ValueError(
-            f"mask: got per-sequence arrays of {expression.sizes()[0]} entries, expected 1 or {sequences}"
+            f"mask: got per-sequence arrays of {expression.sizes()[0]} entries, expected 1 or "
+            f"{sequences}"
         )
     packed = packed_mask(expression, cu_q, cu_kv, q.shape[0], k.shape[0])
     return mha(
-        q, k, v, packed, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, return_lse=return_lse,
-        **options,
+        q, k, v, packed, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        return_lse=return_lse, **options,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
     saved     q, k, v, bias, sinks, table, out, lse; the last two named for remat policies
     backward  delta = rowsum(out·dout) - dlse, then backend.run_backward(...)
 
-Subtracting the lse's cotangent from delta is all that a gradient through lse takes: d lse / d logits = p.
+Subtracting the lse's cotangent from delta is all that a gradient through lse takes: d lse / d
+logits = p.
 """
 
 import functools

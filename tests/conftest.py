@@ -1,21 +1,21 @@
 """How all tests run: strict dtypes, backends by name, and what needs a GPU skips without one."""
 
+import contextlib
+
 import jax
 import pytest
 
 from pallas_attn import backends, gpu, testing
 
-# Mixed dtypes that JAX would promote in silence are faults here. (Rank promotion stays allowed: index
-# arithmetic of masks broadcasts [batch, 1, ...] against host arrays of lower rank on purpose.)
+# Mixed dtypes that JAX would promote in silence are faults here. Rank promotion stays allowed:
+# masks broadcast [batch, 1, ...] against host arrays of lower rank on purpose.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):
     # Where pytest-timeout is not installed its setting in pyproject.toml would be an unknown one.
-    try:
+    with contextlib.suppress(ValueError):
         parser.addini("timeout", "limit of a test in seconds (pytest-timeout)")
-    except ValueError:
-        pass
 
 
 def pytest_collection_modifyitems(items):

@@ -71,7 +71,7 @@ class TestBackends:
             )
             assert backends.choose(wide, pa.Full(), None) == "xla"
             with pytest.raises(
-                NotImplementedError, match="'triton' was asked for.*head_dim and v_dim"
+                NotImplementedError, match=r"'triton' was asked for.*head_dim and v_dim"
             ):
                 pa.mha(*operands(dim=512), backend="triton")
         old = gpu.Gpu("NVIDIA V100", (7, 0), 80, 98304)
@@ -297,7 +297,7 @@ class TestErrors:
         q, k, v = operands()
         for change in ({"k": k.astype(jnp.bfloat16)}, {"v": v.astype(jnp.float16)}):
             with pytest.raises(
-                ValueError, match="dtype: got q float32, k .*, v .*, expected one dtype"
+                ValueError, match=r"dtype: got q float32, k .*, v .*, expected one dtype"
             ):
                 unchecked(**({"q": q, "k": k, "v": v} | change))
 

@@ -36,7 +36,8 @@ def rebuilt(visits, columns):
         assert 0 <= first <= full_first <= full_last <= last <= columns
         kinds[at][first:last] = PARTIAL
         if visits.form == "loose":
-            kinds[at] *= np.asarray(visits.some)[at]
+            some = np.asarray(visits.some)
+            kinds[at] *= (some.swapaxes(-1, -2) if visits.by_key else some)[at]
             assert table[at][4] == last - first - (kinds[at] != SKIPPED).sum()
         kinds[at][full_first:full_last] = FULL
     np.testing.assert_array_equal(visits.kinds(columns), kinds)

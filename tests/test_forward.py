@@ -1,4 +1,4 @@
-"""The forward pass by itself: planned tables under every mask, forms of the call, extreme logits."""
+"""The forward pass by itself: planned tables under every mask, forms of the call, large logits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +10,12 @@ from pallas_attn.testing import CASES, MASKED, Problem
 
 
 def planned(problem, mask, backend):
-    batch, q_heads, q_len, kv_len = problem.mask_shape
+    sizes = dict(zip(("batch", "q_heads", "q_len", "kv_len"), problem.mask_shape, strict=True))
+    head_dim, v_dim = problem.dims
+    tiles = testing.small_tiles(backend)
     return pa.plan(
-        mask, q_len=q_len, kv_len=kv_len, batch=batch, q_heads=q_heads, head_dim=problem.dims[0],
-        v_dim=problem.dims[1], dtype=jnp.float32, backend=backend, tiles=testing.small_tiles(backend),
-    )  # fmt: skip
+        mask, **sizes, head_dim=head_dim, v_dim=v_dim, dtype="float32", backend=backend, tiles=tiles
+    )
 
 
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.mask_name)
@@ -28,33 +29,26 @@ def test_every_mask_planned_once(case, backend):
     testing.assert_close({"out": out, "lse": lse}, exact, plain, sizes, "float32")
 
 
-@pytest.fixture
-def call():
-    """(q, k, v) of a small problem, and the result by definition."""
+def test_forms_of_the_call(backend):
     problem = Problem(lens=(40, 40))
-    data = testing.make_inputs(problem, "float32", pa.Causal(), "call")
-    out, lse = testing.attend_plainly(problem)(data.operands, data.mask)
-    return data.operands[:3], out, lse
-
-
-def near(got, want):
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
-
-
-def test_forms_of_the_call(call, backend):
-    (q, k, v), out, lse = call
-    options = {"backend": backend, "tiles": testing.small_tiles(backend)}
-    near(pa.mha(q, k, v, pa.Causal(), **options), out)
-    alone, alone_lse = pa.mha(q[0], k[0], v[0], pa.Causal(), return_lse=True, **options)
-    near(alone, out[0])
-    near(alone_lse, lse[0])
-    # A bool array of any rank up to 4, and a bias of rank 2.
+    data = testing.make_inputs(problem, "float32", pa.Causal(), "forms")
     lower = jnp.tril(jnp.ones((40, 40), bool))
-    near(pa.mha(q, k, v, lower, **options), out)
-    near(pa.mha(q, k, v, lower[None, None], **options), out)
-    hidden = jnp.where(lower, 0.0, -1e9)
-    near(pa.mha(q, k, v, bias=hidden, **options), out)
-    near(pa.mha(q, k, v, pa.Causal(), deterministic=True, **options), out)
+    options = {"backend": backend, "tiles": testing.small_tiles(backend)}
+
+    def forms(q, k, v):
+        whole = [
+            pa.mha(q, k, v, pa.Causal(), **options),
+            pa.mha(q, k, v, pa.Causal(), deterministic=True, **options),
+            pa.mha(q, k, v, lower[None, None], **options),
+            pa.mha(q, k, v, bias=jnp.where(lower, 0.0, -1e9), **options),
+        ]
+        return whole, pa.mha(q[0], k[0], v[0], lower, return_lse=True, **options)
+
+    q, k, v = data.operands[:3]
+    whole, alone = testing.to_host(testing.compiled(forms, q, k, v)(q, k, v))
+    out, lse = testing.to_host(testing.attend_plainly(problem)(data.operands, data.mask))
+    for got, want in (*((x, out) for x in whole), (alone[0], out[0]), (alone[1], lse[0])):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_far_from_zero(backend):

@@ -28,8 +28,22 @@ PUBLIC = {
     "_flax_common.py": {"attention_fn"},
 }
 # Modules that users call and that call `mha` or `plan` in turn.
-ON_TOP = {"__init__.py", "varlen.py", "jax_nn.py", "explain.py", "inspect.py", "_sass.py", "_sass_worker.py",
-          "_compile_only.py", "flax_nnx.py", "flax_linen.py", "_flax_common.py", "testing.py"}  # fmt: skip
+ON_TOP = {
+    f"{name}.py"
+    for name in (
+        *("__init__", "varlen", "jax_nn", "explain", "testing", "support"),
+        *("flax_nnx", "flax_linen", "_flax_common"),
+        *("inspect", "_sass", "_sass_worker", "_compile_only"),
+    )
+}
+# Modules that must work for every backend, and so know none by import.
+CORE = {
+    f"{name}.py"
+    for name in (
+        *("spec", "tiles", "call", "gpu", "masks", "mask_core", "predicate", "block_table"),
+        *("tile_math", "reference", "vjp", "partition", "api"),
+    )
+}
 
 
 def name_of(path):
@@ -118,8 +132,7 @@ def test_import_direction(path):
             {"xla"} if name_of(path).endswith("triton/__init__.py") else set()
         )
         assert backends <= allowed, f"kernel folders do not import each other: {backends}"
-    elif path.name in ("spec.py", "tiles.py", "masks.py", "mask_core.py", "block_table.py", "tile_math.py",
-                       "predicate.py", "reference.py", "vjp.py", "api.py", "call.py", "gpu.py"):  # fmt: skip
+    elif path.name in CORE:
         assert not backends, "backends are loaded by name, when used"
     if path.name == "reference.py":
         shared = {n for n in imports(path) if n.startswith("pallas_attn.")}
@@ -142,8 +155,8 @@ def test_a_backend_is_a_folder_with_four_functions():
 def test_runtime_dependencies_are_few():
     """Importing the package brings in no extra."""
     code = (
-        "import sys, pallas_attn; "
-        "print(sorted(set(sys.modules) & {'flax', 'optax', 'matplotlib', 'beartype', 'torch', 'tokamax'}))"
+        "import sys, pallas_attn; extras = 'flax optax matplotlib beartype torch tokamax'.split(); "
+        "print(sorted(set(sys.modules) & set(extras)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -82,7 +82,11 @@ def test_bias_and_mask_broadcast(shape):
     check(*operands(), normal(5, *shape))
     if shape[-1] != 1:
         check(*operands(), None, random_mask(*shape))
-        check(*operands(), bias=normal(5, *shape), mask=random_mask(*shape), is_causal=True)
+
+
+def test_bias_and_mask_together():
+    bias, mask = normal(5, 1, 4, 19, 24), random_mask(2, 1, 19, 24)
+    check(*operands(), bias=bias, mask=mask, is_causal=True)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ ARRAY = jnp.arange(10, dtype=jnp.int32)
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (lambda b, h, i, j: jnp.any(i < ARRAY), "operation 'gt' works on arrays of shapes"),
+        (lambda b, h, i, j: jnp.any(i < ARRAY), "operation 'lt' works on arrays of shapes"),
         (lambda b, h, i, j: ARRAY.sum() > i, "operation 'reduce_sum' works on arrays"),
         (lambda b, h, i, j: jax.lax.dynamic_slice(ARRAY, (i,), (2,))[0] > j,
          "reads more than one element"),

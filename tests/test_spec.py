@@ -142,7 +142,9 @@ def test_errors_name_the_argument(change, error, message):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.complex64, bool])
 def test_other_dtypes_are_refused(dtype):
     same = (struct(1, 2, 1, 8, dtype=dtype),) * 3
-    with pytest.raises(ValueError, match="dtype: got .*expected one of float16, bfloat16, float32"):
+    with pytest.raises(
+        ValueError, match=r"dtype: got .*expected one of float16, bfloat16, float32"
+    ):
         of(*same)
 
 

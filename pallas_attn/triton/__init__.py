@@ -36,7 +36,9 @@ def candidate_tiles(spec: Spec, gpu: Gpu | None) -> list[Tiles]:
     else:
         dim = max(padded_dim(spec.head_dim), padded_dim(spec.v_dim))
         options = next(kernels for most, kernels in _TILES if dim <= most)
-        if spec.group > 1 and 64 < dim <= 128:
+        if gpu and not gpu.is_hopper:
+            options = {**options, **_WITHOUT_WGMMA}
+        elif spec.group > 1 and 64 < dim <= 128:
             options = {**options, "dkv": (_GROUPED_DKV, *_SMALL["dkv"])}
     limit = gpu.smem_per_block if gpu else None
     fitting = {
@@ -90,6 +92,12 @@ _TILES: tuple[tuple[int, dict[str, tuple[KernelTiles, ...]]], ...] = (
         "dkv": (KernelTiles(32, 128, 8, 2), *_SMALL["dkv"]),
     }),
 )  # fmt: skip
+# Without wgmma operands take registers, too. Chosen by the compiler's report for sm_80 (no spills); no such
+# card was at hand to time them.
+_WITHOUT_WGMMA = {
+    "dq": (KernelTiles(64, 64, 8, 2), *_SMALL["dq"]),
+    "dkv": (KernelTiles(64, 64, 8, 2), *_SMALL["dkv"]),
+}
 # A group's heads in one loop leave no registers for 64 queries at D128 under documents. dkv 502/460.
 _GROUPED_DKV = KernelTiles(32, 64, 4, 3)
 _FLOAT32 = (KernelTiles(32, 32, 4, 2), KernelTiles(32, 32, 4, 1), KernelTiles(16, 16, 4, 1))

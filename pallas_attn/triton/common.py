@@ -292,7 +292,8 @@ def visit(visits: Visits, at: Rows, row_block, take, carry, repeat: int = 1):
                     return take(np.int32(0), j, carry, True)
                 return lax.fori_loop(0, repeat, lambda m, c: take(m, j, c, True), carry)
 
-            return lax.cond(visits.some[(*row, j)], shown, lambda c: c, carry)
+            place = (j, row_block) if visits.by_key else (row_block, j)
+            return lax.cond(visits.some[(*row[:2], *place)], shown, lambda c: c, carry)
 
         return lax.fori_loop(first, last, block, carry)
 

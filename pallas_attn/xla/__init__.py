@@ -1,5 +1,7 @@
-"""Plain JAX in chunks: runs everywhere, takes every option, never holds a [q_len, kv_len] array of a
-long call. For CPUs, and for what no kernel takes."""
+"""Plain JAX in chunks: runs everywhere and takes every option.
+
+Never holds a [q_len, kv_len] array of a long call. For CPUs, and for what no kernel takes.
+"""
 
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import KernelTiles, Tiles

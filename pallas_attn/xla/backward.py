@@ -1,9 +1,11 @@
 """Backward in plain JAX: five matmuls a tile, and the gradient of the bias.
 
-    for each q block (lax.scan, carrying dk and dv in float32):
-        for each kv block (lax.scan), skipped where the mask shows nothing:
-            p from the logits and the saved lse; dp = dout·v; ds = dlogits(p, dp, delta)
-            dv += pᵀ·dout    dk += dsᵀ·q    dq += ds·k    (dbias += ds, summed where it broadcasts)
+One pass, which carries the gradients of all keys and values:
+
+for each q block (lax.scan, carrying dk and dv in float32):
+    for each kv block (lax.scan), skipped where the mask shows nothing:
+        p from the logits and the saved lse; dp = dout·v; ds = dlogits(p, dp, delta)
+        dv += pᵀ·dout    dk += dsᵀ·q    dq += ds·k    (dbias += ds, summed where it broadcasts)
 """
 
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """How the plain-JAX backend cuts a call into chunks, shared by its forward and backward.
 
-A tile is [batch, kv_heads, group, rows, keys]; the tile maths, which knows [rows, keys] only, is mapped
-over the three leading axes.
+A tile is [batch, kv_heads, group, rows, keys]; the tile maths, which knows [rows, keys] only, is
+mapped over the three leading axes.
 """
 
 import jax
@@ -88,7 +88,9 @@ def position(spec: Spec, grid: TileGrid, q_block, kv_block) -> Position:
 
     def index(block, size: int, length: int, axis: int):
         i = block * np.int32(size) + jnp.arange(size, dtype=np.int32)
-        return jnp.expand_dims(jnp.minimum(i, np.int32(length - 1)), tuple({0, 1, 2, 3, 4} - {axis}))
+        return jnp.expand_dims(
+            jnp.minimum(i, np.int32(length - 1)), tuple({0, 1, 2, 3, 4} - {axis})
+        )
 
     batch = jnp.arange(spec.batch, dtype=np.int32).reshape(-1, 1, 1, 1, 1)
     head = jnp.arange(spec.q_heads, dtype=np.int32).reshape(1, spec.kv_heads, spec.group, 1, 1)
@@ -113,14 +115,16 @@ def bias_tile(bias, spec: Spec, grid: TileGrid, q_block, kv_block):
         (3, kv_block, grid.block_kv, grid.num_kv),
     ):
         if bias.shape[axis] != 1:
-            bias = lax.dynamic_slice_in_dim(pad_to(bias, blocks * size, axis), block * size, size, axis)
+            bias = lax.dynamic_slice_in_dim(
+                pad_to(bias, blocks * size, axis), block * size, size, axis
+            )
     batch, heads, rows, keys = bias.shape
     split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
     return bias.reshape(batch, *split, rows, keys).astype(accumulator_dtype(spec))
 
 
 def without_padding(mask, spec: Spec, q=(), kv=()):
-    """Zeros in rows of q-like and kv-like arrays that the mask declares padding: NaN there must not leak."""
+    """Zeros in rows that the mask declares padding, of q- and kv-like arrays: NaN must not leak."""
     batch = np.arange(spec.batch, dtype=np.int32)[:, None]
 
     def clean(arrays, valid):
@@ -134,7 +138,7 @@ def without_padding(mask, spec: Spec, q=(), kv=()):
 
 
 def visited(mask, grid: TileGrid):
-    """bool [num_q, num_kv]: whether any sequence and head sees anything in a tile."""
+    """Bool [num_q, num_kv]: whether any sequence and head sees anything in a tile."""
     some, _ = mask.tiles(grid)
     some = jnp.asarray(some)
     some = some.any(axis=tuple(range(some.ndim - 2)))

@@ -1,12 +1,13 @@
-"""Forward in plain JAX: a map over blocks of queries, a scan over blocks of keys with the online softmax.
+"""Forward in plain JAX: a map over blocks of queries, a scan over blocks of keys.
 
-    for each q block (lax.map):
-        for each kv block (lax.scan):
-            skipped by lax.cond when the mask shows nothing there to any sequence and head
-            s = q·k -> logits -> mask -> online_softmax; acc = acc * correction + p·v
-        out, lse = finalize
+The softmax is online: one pass over the keys.
+
+for each q block (lax.map):
+    for each kv block (lax.scan):
+        skipped by lax.cond when the mask shows nothing there to any sequence and head
+        s = q·k -> logits -> mask -> online_softmax; acc = acc * correction + p·v
+    out, lse = finalize
 """
-
 
 import jax.numpy as jnp
 import numpy as np
@@ -88,5 +89,3 @@ def _varying_like(carry, *operands):
     from pallas_attn import _compat
 
     return _compat.match_varying(carry, _compat.varying_axes(operands))
-
-
