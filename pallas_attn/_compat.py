@@ -56,5 +56,6 @@ def interpret_context(detect_races: bool):
 @contextlib.contextmanager
 def without_interpret_context():
     """Shields a Triton call from `interpret_context`, whose interpreter knows Mosaic only."""
-    with plgpu.force_gpu_interpret_mode(None):
+    # None turns the mode off; JAX's annotation leaves it out.
+    with plgpu.force_gpu_interpret_mode(None):  # pyrefly: ignore[bad-argument-type]
         yield

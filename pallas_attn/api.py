@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_attn import backends, block_table, interpret, vjp
+from pallas_attn import backends, block_table, vjp
 from pallas_attn import gpu as gpus
 from pallas_attn.block_table import BlockTable
 from pallas_attn.call import Call
+from pallas_attn.interpret import is_active
 from pallas_attn.mask_core import Mask, is_array
 from pallas_attn.masks import as_mask
 from pallas_attn.spec import Spec
@@ -49,28 +50,32 @@ def mha(
 ):
     """Multi-head attention: softmax(soft_cap(scale·q·kᵀ + bias) where mask)·v, differentiable.
 
-    FlashAttention-2 (arXiv 2307.08691) under every mask of `pallas_attn.masks`. A query that sees no key
-    gives out 0, lse -inf and zero gradients.
+    FlashAttention-2 (arXiv 2307.08691) under every mask of `pallas_attn.masks`. A query that sees
+    no key gives out 0, lse -inf and zero gradients.
 
     Args:
-        q: [batch, q_len, q_heads, head_dim] or [q_len, q_heads, head_dim]; float16, bfloat16, float32.
+        q: [batch, q_len, q_heads, head_dim] or [q_len, q_heads, head_dim]; float16, bfloat16 or
+            float32.
         k: [batch, kv_len, kv_heads, head_dim], in q's dtype; kv_heads divides q_heads (GQA).
         v: [batch, kv_len, kv_heads, v_dim]; v_dim may differ from head_dim.
-        mask: a mask expression such as `Causal() & SlidingWindow(1024)`, a `BlockTable` from `plan`, a
-            bool array (True = attend) that broadcasts to [batch, q_heads, q_len, kv_len], or None.
-        bias: float, broadcasts to [batch, q_heads, q_len, kv_len]; added after scaling, before soft_cap.
-            Differentiable in every broadcast shape.
+        mask: a mask expression such as `Causal() & SlidingWindow(1024)`, a `BlockTable` from
+            `plan`, a bool array (True = attend) that broadcasts to [batch, q_heads, q_len, kv_len],
+            or None.
+        bias: float, broadcasts to [batch, q_heads, q_len, kv_len]; added after scaling, before
+            soft_cap. Differentiable in every broadcast shape.
         scale: a number; None for 1/sqrt(head_dim).
         soft_cap: c > 0 for c·tanh(logits / c); None for no cap.
         sinks: [q_heads], a learned logit a head that joins the softmax's denominator with value 0.
         return_lse: also return the log of the softmax's denominator.
         backend: "triton" or "xla" runs that one or raises; None takes the first that can.
-        deterministic: ask for gradients that are bit-equal from run to run. Today's backends always are.
-        tiles: the kernels' schedules; None for the backend's choice. Planned tables bring their own.
+        deterministic: ask for gradients that are bit-equal from run to run. Today's backends
+            always are.
+        tiles: the kernels' schedules; None for the backend's choice. Planned tables bring their
+            own.
 
     Returns:
-        out [batch, q_len, q_heads, v_dim] in q's dtype; with return_lse also lse [batch, q_heads, q_len],
-        float32, natural log, differentiable, sinks included.
+        out [batch, q_len, q_heads, v_dim] in q's dtype; with return_lse also lse
+        [batch, q_heads, q_len], float32, natural log, differentiable, sinks included.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what was expected.
@@ -82,18 +87,18 @@ def mha(
     backends.check_name(backend)
     _check_tiles(tiles)
     if isinstance(mask, BlockTable):
-        table = mask
+        table, expression = mask, mask.mask
         table.check(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
         if tiles is not None and tiles != table.tiles:
             raise ValueError(
-                f"tiles: got {tiles}, expected those of the BlockTable passed as mask: {table.tiles}"
+                f"tiles: got {tiles}, expected those of the BlockTable passed as mask: "
+                f"{table.tiles}"
             )
-        name = backends.choose(spec, table.mask, backend or table.backend)
+        name = backends.choose(spec, expression, backend or table.backend)
     else:
-        expression = as_mask(mask)
+        table, expression = None, as_mask(mask)
         expression.check(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
         name = backends.choose(spec, expression, backend)
-        table = None
     if 0 in (spec.batch, spec.q_len, spec.kv_len):
         out, lse = _nothing(spec)
     else:
@@ -101,7 +106,7 @@ def mha(
             tiles = tiles or backends.load(name).candidate_tiles(spec, gpus.detect())[0]
             grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
             table = block_table.build(expression, tiles, grid_of, name)
-        call = Call(spec, table.tiles, name, interpret.is_active(), deterministic)
+        call = Call(spec, table.tiles, name, is_active(), deterministic)
         out, lse = vjp.attend(call, q, k, v, bias, sinks, table)
     if squeeze:
         out, lse = out[0], lse[0]
@@ -158,7 +163,8 @@ def plan(
         mask: a mask expression, a bool array or None.
         q_len, kv_len: lengths of the calls that will use the table.
         batch, q_heads: needed only when a `Predicate` looks at the batch or the head.
-        head_dim, v_dim, dtype: of those calls; they decide the default tiles. v_dim None is head_dim.
+        head_dim, v_dim, dtype: of those calls; they decide the default tiles. v_dim None is
+            head_dim.
         backend: the backend to plan for; None for the one that `mha` would choose.
         tiles: the kernels' schedules; None for the backend's choice.
 

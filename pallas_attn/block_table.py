@@ -35,7 +35,8 @@ class Visits:
         table: int32 [..., 4] for a run, [..., 5] for a loose one, [..., width] block indices for a
             list.
         counts: int32 [..., 2]: fully and partly visible blocks, for a list; else None.
-        some: bool [..., query blocks, key blocks]: blocks with a visible pair, for a loose run; else None.
+        some: bool [..., query blocks, key blocks]: blocks with a visible pair, for a loose run;
+            else None.
         any_partial, any_full: False when it is known that no block is of that kind.
         by_key: whether the rows are blocks of keys, as for dk and dv.
     """
@@ -185,7 +186,7 @@ def column_visits(mask: Mask, grid: TileGrid) -> Visits:
 
 def _to_rank_4(some, every, grid: TileGrid):
     xp = xp_of(some, every)
-    both = []
+    both: list[Any] = []
     for x in (some & (some | every), every & some):
         x = x.reshape((1,) * (4 - x.ndim) + x.shape)
         both.append(xp.broadcast_to(x, (*x.shape[:2], grid.num_q, grid.num_kv)))
@@ -239,7 +240,7 @@ def _loose(some, every, axis: int = -1) -> Visits:
 
 
 def _ends(some, every, axis: int):
-    """First index, last index + 1 of `some` and of `every` along an axis, and how many each holds."""
+    """First and last index + 1 of `some` and of `every` along an axis, and how many each holds."""
     xp = xp_of(some, every)
     far, none, one = np.int32(FAR), np.int32(0), np.int32(1)
     index = np.arange(some.shape[axis], dtype=np.int32)

@@ -76,7 +76,7 @@ def draw(
     kinds = block_kinds(
         mask, q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv, batch=batch, head=head
     )
-    rows = ["".join(".+#"[kind] for kind in row) for row in kinds]
+    rows: list[str] = ["".join(".+#"[kind] for kind in row) for row in kinds]
     counts = [int((kinds == kind).sum()) for kind in (SKIPPED, PARTIAL, FULL)]
     rows.append(
         f"{as_mask(mask)!r}, {q_len} x {kv_len} in blocks of {block_q} x {block_kv}: "

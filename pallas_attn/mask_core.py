@@ -14,7 +14,7 @@ indexed like arrays.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,18 +124,19 @@ def at_batch(value, batch):
 class Mask:
     """Base of all masks; a pytree whose leaves are the mask's arrays."""
 
-    # Whether the visible blocks of a row of blocks are nearly always one run, which makes
-    # tables cheaper.
-    runs: ClassVar[bool] = False
-
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, _flatten, lambda aux, xs: _unflatten(cls, aux, xs))
+
+    @property
+    def runs(self) -> bool:
+        """Whether the visible blocks of a row are nearly always one run: tables are cheaper."""
+        return False
 
     def allowed(self, at: Position):
         """Whether each (query, key) pair is visible: bool, broadcasting as the indices do."""
         raise NotImplementedError
 
-    def row_span(self, at: Position):
+    def row_span(self, at: Position) -> tuple[Any, Any] | None:
         """(start, end) of the keys that a query row sees; None when they are no one interval."""
         del at
 
@@ -145,18 +146,21 @@ class Mask:
         `any` is False only for blocks with no visible pair, `full` True only for blocks with no
         other.
         """
-        return span_tiles(grid, *self.row_span(row_positions(grid)))
+        span = self.row_span(row_positions(grid))
+        if span is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither tiles nor row_span")
+        return span_tiles(grid, *span)
 
     def uniform(self, grid: TileGrid) -> bool:
         """Whether each block is known to be visible wholly or not at all, sequence ends aside."""
         del grid
         return False
 
-    def q_valid(self, batch, q):
+    def q_valid(self, batch, q) -> Any:
         """Queries that may see anything (bool), or None when all may. Others are never read."""
         del batch, q
 
-    def kv_valid(self, batch, kv):
+    def kv_valid(self, batch, kv) -> Any:
         """Keys that may be seen by anything (bool), or None when all may. Others are never read."""
         del batch, kv
 
@@ -397,7 +401,7 @@ class Dense(Mask):
         self.array = jnp.asarray(array).reshape((1,) * (4 - array.ndim) + array.shape)
 
     def sizes(self):
-        return self.array.shape[:2]
+        return self.array.shape[0], self.array.shape[1]
 
     def allowed(self, at):
         index = zip(self.array.shape, (at.batch, at.head, at.q, at.kv), strict=True)

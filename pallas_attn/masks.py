@@ -437,7 +437,7 @@ class BlockSparse(Mask):
         self.block_q, self.block_kv = block_q, block_kv
 
     def sizes(self):
-        return self.flat_map.shape[:2]
+        return self.flat_map.shape[0], self.flat_map.shape[1]
 
     def allowed(self, at):
         # One flat index a pair, not two that are combined pair by pair: registers.

@@ -3,9 +3,10 @@
 A kernel call is opaque to JAX. These wrappers give it
 
     vmap        one more grid axis per mapped axis, by Pallas' own batching;
-    sharding    batch, query heads and mapped axes may be spread over devices: each device runs the kernel
-                on its share, told by `origin` where that share begins (masks and tables are replicated and
-                count in absolute indices). Lengths and head dimensions are never split;
+    sharding    batch, query heads and mapped axes may be spread over devices: each device runs the
+                kernel on its share, told by `origin` where that share begins (masks and tables are
+                replicated and count in absolute indices). Lengths and head dimensions are never
+                split;
     derivatives a clear error: first derivatives come from `vjp.attend`, others do not exist.
 
 `spread` is all that a backend calls.
@@ -13,6 +14,8 @@ A kernel call is opaque to JAX. These wrappers give it
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +29,10 @@ from pallas_attn.call import Call
 
 # What each axis of an operand or result is: b batch, h query heads, k KV heads, . never split.
 ROLES = {
-    "q": "b.h.", "dout": "b.h.", "out": "b.h.", "dq": "b.h.", "lse_log2": "bh.", "delta": "bh.", "lse": "bh.",
-    "k": "b.k.", "v": "b.k.", "dk": "b.k.", "dv": "b.k.", "bias": "bh..", "sinks": "h",
+    "q": "b.h.", "dout": "b.h.", "out": "b.h.", "dq": "b.h.",
+    "lse_log2": "bh.", "delta": "bh.", "lse": "bh.",
+    "k": "b.k.", "v": "b.k.", "dk": "b.k.", "dv": "b.k.",
+    "bias": "bh..", "sinks": "h",
 }  # fmt: skip
 
 
@@ -44,11 +49,11 @@ class _Job:
         levels: for each vmap, innermost first, which leaves it maps.
     """
 
-    run: object
+    run: Callable[[Call, Any], Iterable]
     call: Call
     names: tuple[str | None, ...]
     results: tuple[str, ...]
-    tree: object
+    tree: Any
     levels: tuple[tuple[bool, ...], ...] = ()
 
 
@@ -83,8 +88,8 @@ def _wrapped(job: _Job):
     @guarded.defjvp
     def _no_derivative(primals, tangents):
         raise NotImplementedError(
-            f"backend {job.call.backend!r} is differentiable once, in reverse mode; for second derivatives "
-            "use backend='xla'"
+            f"backend {job.call.backend!r} is differentiable once, in reverse mode; for second "
+            "derivatives use backend='xla'"
         )
 
     @custom_vmap
@@ -101,7 +106,7 @@ def _wrapped(job: _Job):
 
 
 def _may_be_sharded() -> bool:
-    """Whether arrays may be spread over devices by the compiler (and not by an enclosing shard_map)."""
+    """Whether the compiler (and no enclosing shard_map) may spread arrays over devices."""
     return jax.device_count() > 1 and not _compat.manual_axes()
 
 
@@ -111,7 +116,10 @@ def _local(job: _Job, leaves, origin=None):
     def run(origin, *leaves):
         inputs = jax.tree.unflatten(job.tree, leaves)
         spec = dataclasses.replace(
-            job.call.spec, batch=inputs.q.shape[0], q_heads=inputs.q.shape[2], kv_heads=inputs.k.shape[2]
+            job.call.spec,
+            batch=inputs.q.shape[0],
+            q_heads=inputs.q.shape[2],
+            kv_heads=inputs.k.shape[2],
         )
         call = dataclasses.replace(job.call, spec=spec)
         return tuple(job.run(call, inputs._replace(origin=origin)))
@@ -133,8 +141,11 @@ def _partitioned(job: _Job):
     return fn
 
 
-def _roles(job: _Job) -> tuple[list[list[str]], list[list[str]]]:
-    """Per axis of each leaf and result what it is; mapped axes, outermost first, are their level's number."""
+def _roles(job: _Job) -> tuple[list[tuple[list[str], str | None]], list[tuple[list[str], str]]]:
+    """What each axis of each leaf and result is: (mapped axes, roles of the others).
+
+    Mapped axes, outermost first, are named by their level's number.
+    """
     leaves = []
     for i, name in enumerate(job.names):
         lead = [str(n) for n in reversed(range(len(job.levels))) if job.levels[n][i]]
@@ -169,7 +180,9 @@ def _rule(job: _Job, mesh, arg_types, result_types):
         axes(*leaf, _shape(t), name)
         for leaf, t, name in zip(leaves, jax.tree.leaves(arg_types), job.names, strict=True)
     ]
-    outs = [axes(*r, _shape(t)) for r, t in zip(results, jax.tree.leaves(result_types), strict=True)]
+    outs = [
+        axes(*r, _shape(t)) for r, t in zip(results, jax.tree.leaves(result_types), strict=True)
+    ]
     text = f"{', '.join(operands)} -> {', '.join(outs)}"
     details: dict[str, object] = {"need_replication_factors": tuple(replicated)}
     if group > 1 and spec.kv_heads > 1:
@@ -185,7 +198,7 @@ def _shape(value_type) -> tuple[int, ...]:
 
 
 def _axes(job: _Job, mesh, arg_shapes):
-    """Mesh axes over which batch, query heads, KV heads and mapped axes are split, from the operands."""
+    """Mesh axes that split batch, query heads, KV heads and mapped axes, from the operands."""
     spec = job.call.spec
     leaves, _ = _roles(job)
     chosen: dict[str, tuple[str, ...]] = {}
@@ -220,7 +233,7 @@ def _shardings(job: _Job, mesh, axes, arg_shapes):
     """How operands and results must lie for each device to run the kernel on its share."""
     leaves, results = _roles(job)
 
-    def place(lead, roles, shape=None, name=None):
+    def place(lead, roles, shape=(), name=None):
         parts = []
         for i, role in enumerate([*lead, *(roles or "")]):
             broadcast = name == "bias" and shape[i] == 1
@@ -229,7 +242,8 @@ def _shardings(job: _Job, mesh, axes, arg_shapes):
 
     shapes = [s.shape for s in jax.tree.leaves(arg_shapes)]
     operands = [
-        place(*leaf, shape, name) for leaf, shape, name in zip(leaves, shapes, job.names, strict=True)
+        place(*leaf, shape, name)
+        for leaf, shape, name in zip(leaves, shapes, job.names, strict=True)
     ]
     return operands, tuple(place(*result) for result in results)
 

@@ -67,13 +67,14 @@ def trace(fn) -> tuple[Trace, tuple[jax.Array, ...]]:
     if not callable(fn):
         raise TypeError(f"Predicate: got {type(fn).__name__}, expected a function")
     closed = jax.make_jaxpr(fn)(_INDEX, _INDEX, _INDEX, _INDEX)
-    if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
+    outs = closed.out_avals
+    if len(outs) != 1 or not isinstance(outs[0], jax.core.ShapedArray) or outs[0].shape != ():
         raise TypeError(
             "Predicate: fn(batch, head, q_index, kv_index) gave "
-            f"{[str(a) for a in closed.out_avals]}, expected one bool scalar"
+            f"{[str(a) for a in outs]}, expected one bool scalar"
         )
-    if closed.out_avals[0].dtype != jnp.bool_:
-        raise TypeError(f"Predicate: fn gave {closed.out_avals[0].dtype}, expected bool")
+    if outs[0].dtype != jnp.bool_:
+        raise TypeError(f"Predicate: fn gave {outs[0].dtype}, expected bool")
     # Arrays that an inner jit closes over become arrays of the whole trace.
     closed = jax.make_jaxpr(lambda *at: _inline(closed.jaxpr, closed.consts, at))(*[_INDEX] * 4)
     _check(closed.jaxpr)

@@ -52,13 +52,13 @@ def mha(q, k, v, mask=None, *, bias=None, scale=None, soft_cap=None, sinks=None)
     some = seen.any(-1, keepdims=True)
     logits = jnp.where(seen, logits, -jnp.inf)
     top = jnp.where(some, logits, 0.0).max(-1, keepdims=True, initial=-jnp.inf)
-    if sinks is not None:
-        sink = sinks.astype(wide)[None, :, None, None]
+    sink = None if sinks is None else sinks.astype(wide)[None, :, None, None]
+    if sink is not None:
         top = jnp.maximum(top, sink)
     top = lax.stop_gradient(jnp.where(some, top, 0.0))
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - top), 0.0)
     total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
+    if sink is not None:
         total = total + jnp.exp(sink - top)
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]

@@ -1,4 +1,4 @@
-"""The support table of the README, asked of the backends themselves: `python -m pallas_attn.support`."""
+"""The README's support table, asked of the backends themselves: `python -m pallas_attn.support`."""
 
 import dataclasses
 
@@ -7,7 +7,8 @@ from pallas_attn import gpu as gpus
 from pallas_attn.spec import Spec
 
 _BASE = Spec(
-    batch=2, q_len=512, kv_len=512, q_heads=8, kv_heads=8, head_dim=128, v_dim=128, dtype="bfloat16", scale=1.0
+    batch=2, q_len=512, kv_len=512, q_heads=8, kv_heads=8, head_dim=128, v_dim=128,
+    dtype="bfloat16", scale=1.0,
 )  # fmt: skip
 
 # What is asked of each backend: a name, and how it changes the plain call.
@@ -30,7 +31,7 @@ DEVICES = {"Hopper": "h200", "Ampere": "a100", "CPU": None}
 
 
 def answer(backend: str, question: str, device: str | None) -> str | None:
-    """Why a backend refuses on a device (a key of `gpu.KNOWN`, None for a CPU); None when it does not."""
+    """Why a backend refuses on a device (a key of `gpu.KNOWN`, None for a CPU), or None."""
     spec = dataclasses.replace(_BASE, **QUESTIONS[question])
     gpu = gpus.KNOWN[device] if device else None
     return backends.load(backend).unsupported_reason(spec, masks.Causal(), gpu)
@@ -43,7 +44,7 @@ def table() -> str:
         cells = []
         for backend in backends.ALL:
             runs = [n for n, device in DEVICES.items() if answer(backend, question, device) is None]
-            cells.append(", ".join(runs) or "–")
+            cells.append(", ".join(runs) or "-")
         lines.append(f"| {question} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -59,20 +59,31 @@ class Tiles:
         return f"fwd {self.fwd}; dq {self.dq}; dkv {self.dkv}"
 
 
-def split_dim(dim: int) -> tuple[tuple[int, int], ...]:
-    """Cuts a head dimension into at most two power-of-two chunks, so that 96 costs 96 and not 128.
+def split_dim(dim: int, most: int = 256) -> tuple[tuple[int, int], ...]:
+    """Cuts a head dimension into power-of-two chunks, so that 96 costs 96 and not 128.
+
+    Args:
+        dim: channels.
+        most: the widest chunk wanted, a power of two from 16 up; 256 gives at most two chunks.
 
     Returns:
         (start, width) of each chunk; widths are at least 16 (the tensor cores' depth) and the last
         one may reach past `dim`.
     """
     if is_power_of_two(dim) and dim >= 16:
-        return ((0, dim),)
-    head = 1 << (dim.bit_length() - 1)
-    if head < 16:
-        return ((0, 16),)
-    tail = max(16, 1 << (dim - head - 1).bit_length())
-    return ((0, 2 * head),) if tail >= head else ((0, head), (head, tail))
+        wide = ((0, dim),)
+    else:
+        head = 1 << (dim.bit_length() - 1)
+        tail = max(16, 1 << (dim - head - 1).bit_length()) if head < dim else 0
+        if head < 16:
+            wide = ((0, 16),)
+        else:
+            wide = ((0, 2 * head),) if tail >= head else ((0, head), (head, tail))
+    return tuple(
+        (start + offset, min(width, most))
+        for start, width in wide
+        for offset in range(0, width, most)
+    )
 
 
 def padded_dim(dim: int) -> int:

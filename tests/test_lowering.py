@@ -1,5 +1,5 @@
-"""Every kernel with its default tiles lowers for CUDA, compiles for sm_80 and sm_90a, spills nothing and, on
-Hopper, runs its matmuls on wgmma. No GPU is needed."""
+"""Every kernel with its default tiles lowers for CUDA, compiles for sm_80 and sm_90a, spills
+nothing and, on Hopper, runs its matmuls on wgmma. No GPU is needed."""
 
 import functools
 
@@ -22,7 +22,9 @@ def no_compiler() -> bool:
     return False
 
 
-needs_wheels = pytest.mark.skipif(no_compiler(), reason="needs nvdisasm: pip install pallas_attn[sass]")
+needs_wheels = pytest.mark.skipif(
+    no_compiler(), reason="needs nvdisasm: pip install pallas_attn[sass]"
+)
 KERNELS = ("fwd", "dq", "dk")
 
 
@@ -39,7 +41,10 @@ def gradients(mask_of, options, q, k, v, dout, *arrays):
 def operands(head_dim, dtype, v_dim=None, q_heads=4, kv_heads=2, length=LENGTH):
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
     q, k = struct((2, length, q_heads, head_dim)), struct((2, length, kv_heads, head_dim))
-    v, out = struct((2, length, kv_heads, v_dim or head_dim)), struct((2, length, q_heads, v_dim or head_dim))
+    v, out = (
+        struct((2, length, kv_heads, v_dim or head_dim)),
+        struct((2, length, q_heads, v_dim or head_dim)),
+    )
     return q, k, v, out
 
 
@@ -59,7 +64,11 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_lowers_for_cuda(name, target):
     mask_of, arrays = MASKS[name]
-    for head_dim, v_dim, dtype in ((64, 64, jnp.bfloat16), (192, 128, jnp.float16), (96, 40, jnp.float32)):
+    for head_dim, v_dim, dtype in (
+        (64, 64, jnp.bfloat16),
+        (192, 128, jnp.float16),
+        (96, 40, jnp.float32),
+    ):
         call = functools.partial(gradients, mask_of, {})
         text = inspect.lower(call, *operands(head_dim, dtype, v_dim), *arrays, target=target)
         assert text.count("xla.gpu.triton") >= 3

@@ -1,4 +1,6 @@
-"""jit over sharded arrays, shard_map, vmap of sharded axes, on four host devices in a process of their own."""
+"""jit over sharded arrays, shard_map, vmap of sharded axes, on four host devices.
+
+They run in a process of their own."""
 
 import json
 import pathlib

@@ -31,7 +31,9 @@ def attend(request):
 
 def close(actual, expected, tolerance=3e-5):
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance), actual, expected
+        lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance),
+        actual,
+        expected,
     )
 
 
@@ -187,9 +189,7 @@ def test_second_derivatives_are_refused_by_the_kernels():
 def test_second_derivatives_are_right_in_plain_jax():
     with jax.enable_x64(True):
         q, k, v = (x.astype(jnp.float64) for x in operands(1, q_len=9, kv_len=11))
-        f = jax.jit(
-            jax.grad(lambda q: (pa.mha(q, k, v, pa.Causal(), backend="xla") ** 2).sum())
-        )
+        f = jax.jit(jax.grad(lambda q: (pa.mha(q, k, v, pa.Causal(), backend="xla") ** 2).sum()))
         direction = normal(7, *q.shape).astype(jnp.float64)
         second = jax.grad(lambda q: (f(q) * direction).sum())(q)
         step = 1e-5

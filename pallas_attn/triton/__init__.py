@@ -19,13 +19,18 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
             "(pallas_attn.interpret() runs it by interpretation)"
         )
     if gpu.compute_capability < (8, 0):
-        return f"it needs compute capability 8.0 or more, and {gpu.name} has {gpu.compute_capability}"
+        return (
+            f"it needs compute capability 8.0 or more, and {gpu.name} has {gpu.compute_capability}"
+        )
     if spec.dtype not in KERNEL_DTYPES:
         return f"it takes {', '.join(KERNEL_DTYPES)}, and the operands are {spec.dtype}"
     if max(spec.head_dim, spec.v_dim) > MAX_HEAD_DIM:
-        return f"it takes head_dim and v_dim up to {MAX_HEAD_DIM}, not {spec.head_dim}, {spec.v_dim}"
+        return (
+            f"it takes head_dim and v_dim up to {MAX_HEAD_DIM}, not {spec.head_dim}, {spec.v_dim}"
+        )
     if not candidate_tiles(spec, gpu):
-        return f"no tiles of head_dim {spec.head_dim}, v_dim {spec.v_dim} fit {gpu.name}'s shared memory"
+        dims = f"head_dim {spec.head_dim}, v_dim {spec.v_dim}"
+        return f"no tiles of {dims} fit {gpu.name}'s shared memory"
     return None
 
 
@@ -35,10 +40,10 @@ def candidate_tiles(spec: Spec, gpu: Gpu | None) -> list[Tiles]:
         options = dict.fromkeys(("fwd", "dq", "dkv"), _FLOAT32)
     else:
         dim = max(padded_dim(spec.head_dim), padded_dim(spec.v_dim))
-        options = next(kernels for most, kernels in _TILES if dim <= most)
-        if gpu and not gpu.is_hopper:
-            options = {**options, **_WITHOUT_WGMMA}
-        elif spec.group > 1 and 64 < dim <= 128:
+        hopper = gpu is None or gpu.is_hopper
+        table = _HOPPER if hopper else _OTHERS
+        options = next(kernels for most, kernels in table if dim <= most)
+        if hopper and spec.group > 1 and 64 < dim <= 128:
             options = {**options, "dkv": (_GROUPED_DKV, *_SMALL["dkv"])}
     limit = gpu.smem_per_block if gpu else None
     fitting = {
@@ -52,8 +57,8 @@ def candidate_tiles(spec: Spec, gpu: Gpu | None) -> list[Tiles]:
 def smem_bytes(kernel: str, tiles: KernelTiles, spec: Spec) -> int:
     """Shared memory that Triton's pipeliner will ask for, as its compiled kernels report it.
 
-    The tiles that stay, and num_stages of those that stream: q and k, v forward; q, dout and k, v for dq;
-    k, v and q, dout for dk and dv.
+    The tiles that stay, and num_stages of those that stream: q and k, v forward; q, dout and k, v
+    for dq; k, v and q, dout for dk and dv.
     """
     both = padded_dim(spec.head_dim) + padded_dim(spec.v_dim)
     width = 4 if spec.dtype == "float32" else 2
@@ -65,17 +70,18 @@ def smem_bytes(kernel: str, tiles: KernelTiles, spec: Spec) -> int:
     return width * (stay + tiles.num_stages * stream) + 1024
 
 
-# Of the schedules that spill no register under any mask the fastest on dense work, then smaller ones for
-# smaller shared memory. TFLOP/s full/causal at 4k, H200, 2026-11-29:
+# Of the schedules that spill no register under any mask the fastest on dense work, then smaller
+# ones for smaller shared memory. TFLOP/s full/causal at 4k, H200, 2026-11-29:
 #   D64   fwd 128x64 409/366, dq 128x64 602/550, dkv 64x64 443/422
-#   D128  fwd 64x64 450/402, dq 64x64 530/471, dkv 64x64 526/506; at D128 larger tiles win a few per cent on
-#         dense work and lose a third on documents
+#   D128  fwd 64x64 450/402, dq 64x64 530/471, dkv 64x64 526/506; at D128 larger tiles win a few
+#         per cent on dense work and lose a third on documents
 _SMALL = {
     "fwd": (KernelTiles(64, 32, 4, 2), KernelTiles(32, 32, 4, 1)),
     "dq": (KernelTiles(64, 32, 4, 1), KernelTiles(32, 32, 4, 1)),
     "dkv": (KernelTiles(32, 64, 4, 2), KernelTiles(32, 32, 4, 1)),
 }
-_TILES: tuple[tuple[int, dict[str, tuple[KernelTiles, ...]]], ...] = (
+_Table = tuple[tuple[int, dict[str, tuple[KernelTiles, ...]]], ...]
+_HOPPER: _Table = (
     (64, {
         "fwd": (KernelTiles(128, 64, 8, 3), *_SMALL["fwd"]),
         "dq": (KernelTiles(128, 64, 4, 3), *_SMALL["dq"]),
@@ -87,18 +93,28 @@ _TILES: tuple[tuple[int, dict[str, tuple[KernelTiles, ...]]], ...] = (
         "dkv": (KernelTiles(64, 64, 4, 2), *_SMALL["dkv"]),
     }),
     (256, {
-        "fwd": (KernelTiles(128, 64, 8, 2), *_SMALL["fwd"]),
+        "fwd": (KernelTiles(128, 32, 8, 2), *_SMALL["fwd"]),
         "dq": (KernelTiles(128, 32, 8, 2), *_SMALL["dq"]),
         "dkv": (KernelTiles(32, 128, 8, 2), *_SMALL["dkv"]),
     }),
 )  # fmt: skip
-# Without wgmma operands take registers, too. Chosen by the compiler's report for sm_80 (no spills); no such
-# card was at hand to time them.
-_WITHOUT_WGMMA = {
-    "dq": (KernelTiles(64, 64, 8, 2), *_SMALL["dq"]),
-    "dkv": (KernelTiles(64, 64, 8, 2), *_SMALL["dkv"]),
-}
-# A group's heads in one loop leave no registers for 64 queries at D128 under documents. dkv 502/460.
+# Without wgmma both operands of a matmul take registers. Chosen by the compiler's report for sm_80,
+# no spills; no such card was at hand to time them.
+_OTHERS: _Table = (
+    (64, {
+        "fwd": (KernelTiles(128, 64, 8, 3), *_SMALL["fwd"]),
+        "dq": (KernelTiles(64, 64, 8, 2), *_SMALL["dq"]),
+        "dkv": _SMALL["dkv"],
+    }),
+    (128, {
+        "fwd": (KernelTiles(64, 64, 4, 3), *_SMALL["fwd"]),
+        "dq": (KernelTiles(64, 64, 8, 2), *_SMALL["dq"]),
+        "dkv": (KernelTiles(64, 64, 8, 2), *_SMALL["dkv"]),
+    }),
+    (256, _SMALL),
+)  # fmt: skip
+# A group's heads in one loop leave no registers for 64 queries at D128 under documents.
+# dkv 502/460.
 _GROUPED_DKV = KernelTiles(32, 64, 4, 3)
 _FLOAT32 = (KernelTiles(32, 32, 4, 2), KernelTiles(32, 32, 4, 1), KernelTiles(16, 16, 4, 1))
 
@@ -133,5 +149,3 @@ def _bias_gradient(call, q, k, v, bias, table, residuals):
     tiles = xla.candidate_tiles(call.spec, None)[0]
     call = dataclasses.replace(call, tiles=tiles)
     return xla.run_backward(call, q, k, v, bias, table, residuals)[3]
-
-

@@ -1,18 +1,22 @@
-"""The backward kernels: one for dq, one for dk and dv. No atomics, so both are bit-equal from run to run.
+"""The backward kernels: one for dq, one for dk and dv.
+
+No atomics, so both are bit-equal from run to run.
 
     dq      grid: (q blocks, q heads, batch); q, dout, lse, delta stay; loops over blocks of keys
             s = q·kᵀ  p = 2^(s - lse)  dp = dout·vᵀ  ds = dlogits(p, dp, delta)  dq += ds·k
 
-    dk, dv  grid: (kv blocks, kv heads, batch); k, v stay; loops over the query heads of the group and
-            over blocks of queries, all transposed so that P and dS, fresh from registers, are the left
-            operands of the matmuls that consume them and never pass through shared memory:
+    dk, dv  grid: (kv blocks, kv heads, batch); k, v stay; loops over the query heads of the group
+            and over blocks of queries, all transposed so that P and dS, fresh from registers, are
+            the left operands of the matmuls that consume them and never pass through shared memory:
             sᵀ = k·qᵀ  pᵀ = 2^(sᵀ - lse)  dv += pᵀ·dout  dpᵀ = v·doutᵀ  dk += dsᵀ·q
 
-Both loop first over fully visible blocks without mask code, then over partly visible ones. The sum over a
-group is in float32 registers. FlashAttention-2, arXiv 2307.08691, algorithm 2, with its loop in both orders.
+Both loop first over fully visible blocks without mask code, then over partly visible ones. The sum
+over a group is in float32 registers. FlashAttention-2, arXiv 2307.08691, algorithm 2, with its loop
+in both orders.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn import tile_math
 from pallas_attn.call import Call
-from pallas_attn.tiles import padded_dim, split_dim
+from pallas_attn.tiles import padded_dim
 from pallas_attn.triton import common
 from pallas_attn.triton.common import Inputs
 
@@ -70,6 +74,15 @@ def backward_dq(call: Call, inputs: Inputs):
     )
 
 
+class _Queries(NamedTuple):
+    """What stays while dq loops over keys: chunks of q and dout, (lse_log2, delta), first query."""
+
+    q: Any
+    dout: Any
+    vectors: Any
+    start: Any
+
+
 def _dq_kernel(inputs: Inputs, dq_ref, *, call: Call, num_q: int):
     spec, tiles = call.spec, call.tiles.dq
     q_block = num_q - 1 - pl.program_id(0)
@@ -79,14 +92,16 @@ def _dq_kernel(inputs: Inputs, dq_ref, *, call: Call, num_q: int):
     rows = common.counted_rows(
         q_start, tiles.block_q, spec.q_len if ragged else None, inputs.mask.q_valid, at.batch
     )
-    fixed = dict(
+    queries = _Queries(
         q=common.load_rows(inputs.q, None, tiles.block_q, spec.head_dim, rows),
         dout=common.load_rows(inputs.dout, None, tiles.block_q, spec.v_dim, rows),
-        vectors=common.load_residuals(inputs, np.int32(0), q_start, tiles.block_q, spec.q_len if ragged else None),
-        q_start=q_start,
+        vectors=common.load_residuals(
+            inputs, np.int32(0), q_start, tiles.block_q, spec.q_len if ragged else None
+        ),
+        start=q_start,
     )
-    take = functools.partial(_dq_take, inputs=inputs, call=call, at=at, **fixed)
-    dq = tuple(jnp.zeros((tiles.block_q, w), jnp.float32) for _, w in split_dim(spec.head_dim))
+    take = functools.partial(_dq_take, inputs=inputs, call=call, at=at, queries=queries)
+    dq = common.zeros(tiles.block_q, spec.head_dim, inputs.q.dtype)
     dq = common.visit(inputs.visits, at, q_block, take, dq)
     exists = None
     if ragged:
@@ -94,26 +109,28 @@ def _dq_kernel(inputs: Inputs, dq_ref, *, call: Call, num_q: int):
     common.store_rows(dq_ref, tuple(x * spec.scale for x in dq), spec.head_dim, exists)
 
 
-def _dq_take(_, kv_block, dq, partial: bool, *, inputs, call, at, q, dout, vectors, q_start):
+def _dq_take(_, kv_block, dq, partial: bool, *, inputs: Inputs, call: Call, at, queries: _Queries):
     """One block of keys into dq."""
     spec, tiles = call.spec, call.tiles.dq
     kv_start = kv_block * tiles.block_kv
-    rows = common.partial_kv_rows(inputs.mask, at, call, kv_start, tiles.block_kv) if partial else None
+    rows = (
+        common.partial_kv_rows(inputs.mask, at, call, kv_start, tiles.block_kv) if partial else None
+    )
     k = common.load_rows(inputs.k, kv_start, tiles.block_kv, spec.head_dim, rows)
     v = common.load_rows(inputs.v, kv_start, tiles.block_kv, spec.v_dim, rows)
-    lse_log2, delta = vectors
-    s, factor = common.tile_logits(inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at)
+    lse_log2, delta = queries.vectors
+    where = (queries.start, kv_start)
+    s, factor = common.tile_logits(inputs, call, tiles, common.dot_chunks(queries.q, k), where, at)
     tanh = None if spec.soft_cap is None else s
     if partial:
-        seen = common.seen(inputs.mask, at, call, tiles, (q_start, kv_start))
-        s = jnp.where(seen, s, -jnp.inf)
+        s = jnp.where(common.seen(inputs.mask, at, call, tiles, where), s, -jnp.inf)
     p = tile_math.probabilities(s, factor, lse_log2, exp2=common.exp2_for(call))
-    ds = tile_math.dlogits(p, common.dot_chunks(dout, v), delta, tanh)
+    ds = tile_math.dlogits(p, common.dot_chunks(queries.dout, v), delta, tanh)
     return common.add_dots(dq, ds.astype(inputs.k.dtype), k)
 
 
 def backward_dkv(call: Call, inputs: Inputs):
-    """Runs the dk and dv kernel; above 128 channels once for each, so that the sums fit the registers.
+    """Runs the dk and dv kernel; above 128 channels once for each: the sums must fit the registers.
 
     Args:
         call: static facts.
@@ -164,6 +181,22 @@ def _backward_dkv(call: Call, inputs: Inputs, parts: tuple[str, ...]):
     )
 
 
+class _Keys(NamedTuple):
+    """What stays while dk and dv loop over queries: chunks of k and v (for dk only), first key."""
+
+    k: Any
+    v: Any
+    start: Any
+
+
+class _Heads(NamedTuple):
+    """Whose queries are taken: batch, first head of the loop, and its place in the group."""
+
+    batch: Any
+    first: Any
+    base: Any = 0
+
+
 def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
     spec, tiles = call.spec, call.tiles.dkv
     kv_block, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -174,23 +207,25 @@ def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
         kv_start, tiles.block_kv, spec.kv_len if ragged else None, inputs.mask.kv_valid, at.batch
     )
     k = common.load_rows(inputs.k, None, tiles.block_kv, spec.head_dim, rows)
-    v = common.load_rows(inputs.v, None, tiles.block_kv, spec.v_dim, rows) if "dk" in parts else None
+    v = (
+        common.load_rows(inputs.v, None, tiles.block_kv, spec.v_dim, rows)
+        if "dk" in parts
+        else None
+    )
 
     dims = {"dk": spec.head_dim, "dv": spec.v_dim}
-    sums = {
-        part: tuple(jnp.zeros((tiles.block_kv, w), jnp.float32) for _, w in split_dim(dims[part]))
-        for part in parts
-    }
-    take = functools.partial(_dkv_take, inputs=inputs, call=call, k=k, v=v, kv_start=kv_start)
+    sums = {part: common.zeros(tiles.block_kv, dims[part], inputs.q.dtype) for part in parts}
+    keys = _Keys(k, v, kv_start)
+    take = functools.partial(_dkv_take, inputs=inputs, call=call, keys=keys)
     first_head = kv_head * spec.group
     if spec.group == 1 or inputs.visits.table.shape[1] == 1:
-        take = functools.partial(take, batch=batch, first_head=first_head)
+        take = functools.partial(take, heads=_Heads(batch, first_head))
         sums = common.visit(inputs.visits, at, kv_block, take, sums, repeat=spec.group)
     else:
 
         def one_head(member, sums):
             head = common.rows_of(inputs, batch, first_head + member)
-            one = functools.partial(take, batch=batch, first_head=first_head + member, base=member)
+            one = functools.partial(take, heads=_Heads(batch, first_head + member, member))
             return common.visit(inputs.visits, head, kv_block, one, sums)
 
         sums = lax.fori_loop(0, spec.group, one_head, sums)
@@ -203,12 +238,12 @@ def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
 
 
 def _dkv_take(
-    member, q_block, sums, partial: bool, *, inputs, call, k, v, kv_start, batch, first_head, base=0
+    member, q_block, sums, partial: bool, *, inputs: Inputs, call: Call, keys: _Keys, heads: _Heads
 ):
     """One block of queries of one head into dk and dv, or the one of them that is asked for."""
     spec, tiles = call.spec, call.tiles.dkv
-    at = common.rows_of(inputs, batch, first_head + member)
-    member = member + base
+    at = common.rows_of(inputs, heads.batch, heads.first + member)
+    member = member + heads.base
     q_start = q_block * tiles.block_q
     rows, length = None, None
     if partial:
@@ -217,18 +252,20 @@ def _dkv_take(
     q = common.load_rows(inputs.q, q_start, tiles.block_q, spec.head_dim, rows, member)
     lse_log2, delta = common.load_residuals(inputs, member, q_start, tiles.block_q, length)
     dout = common.load_rows(inputs.dout, q_start, tiles.block_q, spec.v_dim, rows, member)
-    where = (q_start, kv_start)
+    where = (q_start, keys.start)
     s, factor = common.tile_logits(
-        inputs, call, tiles, common.dot_chunks(k, q), where, at, transposed=True
+        inputs, call, tiles, common.dot_chunks(keys.k, q), where, at, transposed=True
     )
     tanh = None if spec.soft_cap is None else s
     if partial:
-        s = jnp.where(common.seen(inputs.mask, at, call, tiles, where, transposed=True), s, -jnp.inf)
+        s = jnp.where(
+            common.seen(inputs.mask, at, call, tiles, where, transposed=True), s, -jnp.inf
+        )
     p = tile_math.probabilities(s, factor, lse_log2, axis=1, exp2=common.exp2_for(call))
     out = {}
     if "dv" in sums:
         out["dv"] = common.add_dots(sums["dv"], p.astype(inputs.q.dtype), dout)
     if "dk" in sums:
-        ds = tile_math.dlogits(p, common.dot_chunks(v, dout), delta, tanh, axis=1)
+        ds = tile_math.dlogits(p, common.dot_chunks(keys.v, dout), delta, tanh, axis=1)
         out["dk"] = common.add_dots(sums["dk"], ds.astype(inputs.q.dtype), q)
     return out

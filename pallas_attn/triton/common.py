@@ -2,6 +2,7 @@
 
 import contextlib
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,10 @@ from pallas_attn.tiles import KernelTiles, padded_dim, split_dim
 class Inputs(NamedTuple):
     """Operands of a kernel: arrays outside, references inside. Unused ones are None.
 
-    q, dout: [batch, q_len, q_heads, d]; k, v: [batch, kv_len, kv_heads, d]; bias rank 4; sinks [q_heads];
-    lse_log2, delta: [batch, q_heads, q_len]; visits, mask: see `block_table`; origin: int32 [2], the batch
-    and query head of the first ones here, where a call is spread over devices.
+    q, dout: [batch, q_len, q_heads, d]; k, v: [batch, kv_len, kv_heads, d]; bias: rank 4;
+    sinks: [q_heads]; lse_log2, delta: [batch, q_heads, q_len]; visits, mask: see `block_table`;
+    origin: int32 [2], the batch and query head of the first ones here, where a call is spread over
+    devices.
     """
 
     q: Any
@@ -37,6 +39,20 @@ class Inputs(NamedTuple):
     lse_log2: Any = None
     delta: Any = None
     origin: Any = None
+
+
+def chunks_of(dim: int, dtype) -> tuple[tuple[int, int], ...]:
+    """(start, width) of the chunks of the head dimension.
+
+    float32 matmuls add up term by term; sums over 64 channels, added once more, err half as much as
+    one over 256.
+    """
+    return split_dim(dim, 64 if dtype == jnp.float32 else 256)
+
+
+def zeros(rows: int, dim: int, dtype):
+    """float32 accumulators [rows, dim], in chunks of the head dimension."""
+    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks_of(dim, dtype))
 
 
 def dot(a, b, *, transpose_b: bool = False):
@@ -54,8 +70,9 @@ def dot(a, b, *, transpose_b: bool = False):
 def exp2_for(call: Call):
     """`tile_math.exp2_of` as two instructions.
 
-    Triton's own exp2 guards against denormals with three more instructions an element, and XLA does not
-    let it fuse the scaling into the subtraction. Flushing denormal probabilities to 0 costs nothing.
+    Triton's own exp2 guards against denormals with three more instructions an element, and XLA does
+    not let it fuse the scaling into the subtraction. Flushing denormal probabilities to 0 costs
+    nothing.
     """
     if call.interpret:
         return tile_math.exp2_of
@@ -100,7 +117,7 @@ def load_rows(ref, start, size: int, dim: int, rows=None, head=None):
     """
     where = slice(None) if start is None else pl.ds(start, size)
     chunks = []
-    for first, width in split_dim(dim):
+    for first, width in chunks_of(dim, ref.dtype):
         mask = rows
         if first + width > dim:
             exists = first + lax.broadcasted_iota(jnp.int32, (size, width), 1) < dim
@@ -117,7 +134,7 @@ def load_rows(ref, start, size: int, dim: int, rows=None, head=None):
 
 def store_rows(ref, chunks, dim: int, rows=None):
     """Writes a tile of chunks to a [size, padded_dim] reference, existing rows and columns only."""
-    for (first, width), chunk in zip(split_dim(dim), chunks, strict=True):
+    for (first, width), chunk in zip(chunks_of(dim, ref.dtype), chunks, strict=True):
         mask = rows
         if first + width > dim:
             columns = first + lax.broadcasted_iota(jnp.int32, chunk.shape, 1) < dim
@@ -143,8 +160,13 @@ def load_residuals(inputs: Inputs, member, start, size: int, length: int | None)
     inside = start + lax.iota(jnp.int32, size) < length
     fills = (jnp.inf, 0.0)
     return tuple(
-        pltriton.load(view, mask=inside, other=fill) for view, fill in zip(views, fills, strict=True)
+        pltriton.load(view, mask=inside, other=fill)
+        for view, fill in zip(views, fills, strict=True)
     )
+
+
+# Blocks to visit: how many, and which the i-th is.
+_Part = tuple[Any, Callable[[Any], Any]]
 
 
 class Rows(NamedTuple):
@@ -176,7 +198,7 @@ def position(mask: Mask, at: Rows, call: Call, q_index, kv_index) -> Position:
 
 
 def counted_rows(start, size: int, length: int | None, valid, batch):
-    """bool [size, 1]: rows before `length` that the mask does not call padding; None when all are.
+    """Rows before `length` that the mask does not call padding, bool [size, 1]; None when all are.
 
     Args:
         start, size: the rows.
@@ -197,8 +219,9 @@ def partial_kv_rows(mask: Mask, at: Rows, call: Call, kv_start, size: int, *, pa
     """`counted_rows` of a block of keys in the partial loop.
 
     Args:
-        padding: whether keys that the mask calls padding must read as 0. What is only ever a left operand
-            of masked logits may hold anything there, and saves a load that waits for another.
+        padding: whether keys that the mask calls padding must read as 0. What is only ever a left
+            operand of masked logits may hold anything there, and saves a load that waits for
+            another.
     """
     ragged = call.spec.kv_len % size != 0
     length = call.spec.kv_len if ragged else None
@@ -207,7 +230,7 @@ def partial_kv_rows(mask: Mask, at: Rows, call: Call, kv_start, size: int, *, pa
 
 
 def tile_indices(tiles: KernelTiles, start, transposed: bool):
-    """Query and key index of a tile as column and row vectors, the other way round when transposed."""
+    """Query and key index of a tile as column and row vectors; as row and column if transposed."""
     q_shape, kv_shape = (tiles.block_q, 1), (1, tiles.block_kv)
     if transposed:
         q_shape, kv_shape = q_shape[::-1], kv_shape[::-1]
@@ -234,7 +257,9 @@ def seen(mask: Mask, at: Rows, call: Call, tiles: KernelTiles, start, transposed
     return jnp.broadcast_to(allowed, shape)
 
 
-def tile_logits(inputs: Inputs, call: Call, tiles: KernelTiles, qk, start, at: Rows, transposed=False):
+def tile_logits(
+    inputs: Inputs, call: Call, tiles: KernelTiles, qk, start, at: Rows, transposed=False
+):
     """`tile_math.logits` of a tile with its share of the bias; axes of length 1 broadcast."""
     spec, bias = call.spec, None
     if inputs.bias is not None:
@@ -256,7 +281,7 @@ def tile_logits(inputs: Inputs, call: Call, tiles: KernelTiles, qk, start, at: R
 
 
 def visit(visits: Visits, at: Rows, row_block, take, carry, repeat: int = 1):
-    """Runs `take` over the blocks that a row of blocks visits: first the full ones, then the partial ones.
+    """Runs `take` over the blocks that a row of blocks visits, full ones first.
 
     Args:
         visits: the table, as references.
@@ -264,8 +289,8 @@ def visit(visits: Visits, at: Rows, row_block, take, carry, repeat: int = 1):
         row_block: the row of blocks.
         take: (member, block, carry, partial: bool) -> carry.
         carry: initial state.
-        repeat: how often to visit each block; `member` counts the visits. One loop over both costs fewer
-            registers than a loop in a loop.
+        repeat: how often to visit each block; `member` counts the visits. One loop over both costs
+            fewer registers than a loop in a loop.
     """
     sizes = visits.table.shape
     row = (at.batch if sizes[0] > 1 else 0, at.head if sizes[1] > 1 else 0, row_block)
@@ -302,8 +327,8 @@ def visit(visits: Visits, at: Rows, row_block, take, carry, repeat: int = 1):
     return lax.cond(visits.table[(*row, 4)] == 0, run, run_with_holes, carry)
 
 
-def _loops(visits: Visits, full, partial, take, carry, repeat: int):
-    """Two loops; each of `full` and `partial` is (how many, i -> block)."""
+def _loops(visits: Visits, full: _Part, partial: _Part, take, carry, repeat: int):
+    """Two loops, over the full and over the partial blocks."""
 
     def loop(count, block, is_partial, carry):
         def step(i, carry):
@@ -337,7 +362,9 @@ def shared_specs(inputs: Inputs) -> dict[str, Any]:
     return {name: jax.tree.map(whole, getattr(inputs, name)) for name in names}
 
 
-def launch(kernel, call: Call, tiles: KernelTiles, *, name: str, grid, inputs: Inputs, specs: Inputs, outs):
+def launch(
+    kernel, call: Call, tiles: KernelTiles, *, name: str, grid, inputs: Inputs, specs: Inputs, outs
+):
     """Runs a kernel over a grid.
 
     Args:

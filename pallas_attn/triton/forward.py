@@ -9,8 +9,8 @@
             k -> s = q·kᵀ -> logits -> (mask) -> online_softmax -> acc = acc·correction + p·v
         out = acc·factor, lse                                     stored once
 
-Loads of the next blocks overlap the matmuls (num_stages deep, by Triton's pipeliner). FlashAttention-2,
-arXiv 2307.08691, algorithm 1.
+Loads of the next blocks overlap the matmuls (num_stages deep, by Triton's pipeliner).
+FlashAttention-2, arXiv 2307.08691, algorithm 1.
 """
 
 import functools
@@ -22,7 +22,6 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_attn import tile_math
 from pallas_attn.call import Call
-from pallas_attn.tiles import split_dim
 from pallas_attn.triton import common
 from pallas_attn.triton.common import Inputs
 
@@ -37,7 +36,7 @@ def forward(call: Call, inputs: Inputs):
     Returns:
         out [batch, q_len, q_heads, v_dim] in q's dtype; lse float32 [batch, q_heads, q_len].
     """
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, v = inputs.q, inputs.v
     (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
     group, block_q = q_heads // kv_heads, call.tiles.fwd.block_q
     num_q = pl.cdiv(q_len, block_q)
@@ -85,7 +84,7 @@ def _kernel(inputs: Inputs, out_ref, lse_ref, *, call: Call, num_q: int):
     carry = (
         jnp.full((tiles.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((tiles.block_q,), jnp.float32),
-        tuple(jnp.zeros((tiles.block_q, w), jnp.float32) for _, w in split_dim(spec.v_dim)),
+        common.zeros(tiles.block_q, spec.v_dim, inputs.v.dtype),
     )
     row_max, row_sum, acc = common.visit(inputs.visits, at, q_block, take, carry)
     sink = None if inputs.sinks is None else inputs.sinks[pl.program_id(1)].astype(jnp.float32)
@@ -110,7 +109,9 @@ def _take(_, kv_block, carry, partial: bool, *, inputs: Inputs, call: Call, at, 
         k_rows = common.partial_kv_rows(*block, padding=False)
         v_rows = common.partial_kv_rows(*block)
     k = common.load_rows(inputs.k, kv_start, tiles.block_kv, spec.head_dim, k_rows)
-    s, factor = common.tile_logits(inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at)
+    s, factor = common.tile_logits(
+        inputs, call, tiles, common.dot_chunks(q, k), (q_start, kv_start), at
+    )
     if partial:
         seen = common.seen(inputs.mask, at, call, tiles, (q_start, kv_start))
         s = jnp.where(seen, s, -jnp.inf)
