@@ -10,6 +10,8 @@ ARGS ?=
 EXTRAS ?= flax,train
 TEST_EXTRAS ?= flax,train,test,sass
 TESTS ?= tests
+# One process a core, whole files at a time: fixtures that compile are shared by a file.
+WORKERS ?= -n auto --dist loadfile
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -25,7 +27,7 @@ sample: $(VENV)/train.stamp
 	$(RUN) -m models.sample $(OUT) $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest $(TESTS) $(ARGS)
+	$(RUN) -m pytest $(TESTS) $(WORKERS) $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff format --check .

@@ -75,7 +75,7 @@ def smem_bytes(kernel: str, tiles: KernelTiles, spec: Spec) -> int:
 #   D64   fwd 128x64 409/366, dq 128x64 602/550, dkv 64x64 443/422
 #   D128  fwd 64x64 450/402, dq 64x64 530/471, dkv 64x64 526/506; at D128 larger tiles win a few
 #         per cent on dense work and lose a third on documents
-_SMALL = {
+_SMALL: dict[str, tuple[KernelTiles, ...]] = {
     "fwd": (KernelTiles(64, 32, 4, 2), KernelTiles(32, 32, 4, 1)),
     "dq": (KernelTiles(64, 32, 4, 1), KernelTiles(32, 32, 4, 1)),
     "dkv": (KernelTiles(32, 64, 4, 2), KernelTiles(32, 32, 4, 1)),
