@@ -57,11 +57,9 @@ class Problem:
         """Rank-4 shape of the bias, or None."""
         if self.bias is None:
             return None
-        batch, heads, q_len, kv_len = self.mask_shape
-        return (
-            batch if "b" in self.bias else 1, heads if "h" in self.bias else 1,
-            q_len if "q" in self.bias else 1, kv_len if "k" in self.bias else 1,
-        )  # fmt: skip
+        sizes = zip("bhqk", self.mask_shape, strict=True)
+        b, h, q, k = (size if axis in self.bias else 1 for axis, size in sizes)
+        return b, h, q, k
 
 
 PROBLEMS: dict[str, Problem] = {
