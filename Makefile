@@ -1,5 +1,6 @@
 # make train    a small transformer on the CPU, in minutes (PRESET=h200 EXTRAS=cuda13,train on a GPU)
 # make test     the whole suite
+# make test-oldest  what changes between JAX releases, on the oldest one allowed
 # make lint     formatting, lint, types
 #
 # Each makes .venv first, from the first Python >= 3.12 that it finds; PYTHON=... names another.
@@ -16,7 +17,12 @@ WORKERS ?= -n auto --dist loadfile
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train sample test lint format clean
+# The oldest JAX that pyproject.toml allows, and the tests that touch what changes between releases.
+OLDEST_JAX := 0.11.2
+OLDEST_TESTS ?= tests/test_transforms.py tests/test_forward.py tests/test_predicate.py \
+    tests/test_lowering.py tests/test_sharding.py tests/test_flax_attention_fn.py
+
+.PHONY: train sample test test-oldest lint format clean
 .DELETE_ON_ERROR:
 
 # A run that was interrupted goes on; OUT=runs/other starts another.
@@ -29,6 +35,15 @@ sample: $(VENV)/train.stamp
 test: $(VENV)/test.stamp
 	$(RUN) -m pytest $(TESTS) $(WORKERS) $(ARGS)
 
+test-oldest: .venv-oldest/test.stamp
+	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS) $(WORKERS) -m "not sass" $(ARGS)
+
+.venv-oldest/test.stamp: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	    jax==$(OLDEST_JAX) --editable ".[flax,test]"
+	touch $@
+
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -39,7 +54,7 @@ format: $(VENV)/test.stamp
 	$(RUN) -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info
 
 $(VENV)/train.stamp: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"

@@ -103,7 +103,8 @@ def mha(
         out, lse = _nothing(spec)
     else:
         if table is None:
-            tiles = tiles or backends.load(name).candidate_tiles(spec, gpus.detect())[0]
+            candidates = backends.load(name).candidate_tiles(spec, expression, gpus.detect())
+            tiles = tiles or candidates[0]
             grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
             table = block_table.build(expression, tiles, grid_of, name)
         call = Call(spec, table.tiles, name, is_active(), deterministic)
@@ -187,6 +188,7 @@ def plan(
     v = jax.ShapeDtypeStruct((batch, kv_len, q_heads, v_dim or head_dim), dtype)
     spec = Spec.of(q, k, v)
     name = backends.choose(spec, expression, backend)
-    tiles = tiles or backends.load(name).candidate_tiles(spec, gpus.detect())[0]
+    candidates = backends.load(name).candidate_tiles(spec, expression, gpus.detect())
+    tiles = tiles or candidates[0]
     grid_of = block_table.grid_for(batch, q_heads, q_len, kv_len)
     return block_table.build(expression, tiles, grid_of, name)

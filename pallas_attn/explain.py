@@ -90,7 +90,7 @@ def explain(
                 f"{planned.tiles}"
             )
         tiles = planned.tiles
-    tiles = tiles or backends.load(name).candidate_tiles(spec, gpu)[0]
+    tiles = tiles or backends.load(name).candidate_tiles(spec, expression, gpu)[0]
     reasons = {}
     for other, reason in backends.reasons(spec, expression, gpu).items():
         if other != name:

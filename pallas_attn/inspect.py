@@ -390,7 +390,7 @@ def _mha_call(args: argparse.Namespace) -> tuple:
         mask = _mask(args.mask, ids)
         spec = Spec.of(q, k, v, soft_cap=args.soft_cap)
         backend = backends.choose(spec, as_mask(mask), args.backend)
-        default = backends.load(backend).candidate_tiles(spec, gpus.detect())[0]
+        default = backends.load(backend).candidate_tiles(spec, as_mask(mask), gpus.detect())[0]
         tiles = dataclasses.replace(default, **args.tiles)
         return pa.mha(q, k, v, mask, soft_cap=args.soft_cap, backend=backend, tiles=tiles)
 

@@ -234,7 +234,7 @@ SHAPED = tuple(
     Case(name, mask)
     for name in PROBLEMS
     for mask in ("full", "causal_documents")
-    if name != "base" and not (mask == "full" and name.startswith("dim_"))
+    if name != "base" and not (mask == "full" and name.startswith(("dim_", "bias_")))
 )
 CASES: dict[str, Case] = {case.name: case for case in (*MASKED, *SHAPED)}
 

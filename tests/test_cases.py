@@ -109,7 +109,7 @@ def test_the_loop_over_keys_ends_with_the_keys(lens, backend):
         assert np.all(np.any(got[name], axis=(0, 2, 3)))
 
 
-@pytest.mark.parametrize("left", [0, 1, 16, 17, 63, 64, 127, 128, 129])
+@pytest.mark.parametrize("left", [0, 1, 17, 63, 64, 128, 129])
 def test_a_window_counts_keys_besides_the_query_itself(left, backend):
     # Equal logits, values that tell their index: the output is the middle of what was visible.
     index = jnp.arange(130, dtype=jnp.float32)
@@ -203,9 +203,7 @@ def test_soft_cap_of_large_logits_and_its_gradient(cap, size, backend):
     check(problem, data._replace(operands=Operands(size * q, size * k, v)), backend)
 
 
-@pytest.mark.parametrize(
-    "lens", [(1, 2), (17, 17), (63, 64), (127, 127), (129, 130), (192, 192), (257, 258)]
-)
+@pytest.mark.parametrize("lens", [(1, 2), (17, 17), (63, 64), (129, 130), (257, 258)])
 def test_lengths_around_the_tiles(lens, backend):
     problem = Problem(batch=1, lens=lens, heads=(2, 1))
     data = testing.make_inputs(problem, "float32", None, f"around{lens}")

@@ -163,10 +163,24 @@ def test_offsets_past_32_bits(sizes, mask, report):
     assert finite(got)
     last = [x[-1:] for x in got]
     del got
-    want = fn(*(x[-1:] for x in operands))
+    alone = [x[-1:] for x in operands]
+    want = fn(*alone)
     for name, x, y in zip(("out", "dq", "dk", "dv"), last, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)
-    report.append(f"last of {sizes}: bit-equal to the same sequence alone")
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        if name in ("out", "dv"):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+        else:
+            one_bit = float(jnp.finfo(jnp.bfloat16).eps)
+            limit = _rounding_of_delta(*alone)
+            np.testing.assert_allclose(x, y, rtol=one_bit, atol=limit, err_msg=name)
+    report.append(f"last of {sizes}: the same sequence alone")
+
+
+def _rounding_of_delta(q, k, v, dout) -> float:
+    """How much dq and dk may differ when XLA sums delta in another order for another batch."""
+    q, k, v, dout = (np.abs(np.asarray(x, np.float64)) for x in (q, k, v, dout))
+    delta = dout.sum(-1).max() * v.max()
+    return float(jnp.finfo(jnp.float32).eps) * delta * max(q.max(), k.max())
 
 
 def _ids():

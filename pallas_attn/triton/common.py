@@ -95,7 +95,10 @@ def dot_chunks(a, b):
     """Σ a_c·b_cᵀ over the chunks of the head dimension."""
     total = dot(a[0], b[0], transpose_b=True)
     for a_chunk, b_chunk in zip(a[1:], b[1:], strict=True):
-        total = total + dot(a_chunk, b_chunk, transpose_b=True)
+        part = dot(a_chunk, b_chunk, transpose_b=True)
+        # Triton folds a sum into the matmul's accumulator, where it would go on term by term; it
+        # does not see through a difference.
+        total = total - (-part) if a_chunk.dtype == jnp.float32 else total + part
     return total
 
 

@@ -15,9 +15,9 @@ def unsupported_reason(spec: Spec, mask, gpu) -> str | None:
     del spec, mask, gpu
 
 
-def candidate_tiles(spec: Spec, gpu) -> list[Tiles]:
+def candidate_tiles(spec: Spec, mask, gpu) -> list[Tiles]:
     """One schedule: one chunk for short sequences, else chunks that keep the logits small."""
-    del gpu
+    del mask, gpu
 
     def block(length: int, most: int) -> int:
         return min(most, max(16, 1 << max(0, length - 1).bit_length()))
