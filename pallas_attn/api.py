@@ -104,9 +104,9 @@ def mha(
     else:
         if table is None:
             candidates = backends.load(name).candidate_tiles(spec, expression, gpus.detect())
-            tiles = tiles or candidates[0]
             grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
-            table = block_table.build(expression, tiles, grid_of, name)
+            table = block_table.build(expression, tiles or candidates[0], grid_of, name)
+        backends.check_tiles(name, table.tiles, spec, given=mask is table or tiles is not None)
         call = Call(spec, table.tiles, name, is_active(), deterministic)
         out, lse = vjp.attend(call, q, k, v, bias, sinks, table)
     if squeeze:

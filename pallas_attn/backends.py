@@ -1,8 +1,8 @@
 """The backends in order of preference, and the choice between them.
 
-A backend is a subpackage with four functions, `unsupported_reason`, `candidate_tiles`,
-`run_forward` and `run_backward`; `xla/__init__.py` shows their arguments. To add one, write its
-folder and its line in `ALL`.
+A backend is a subpackage with five functions: `unsupported_reason`, `candidate_tiles`,
+`tiles_reason`, `run_forward` and `run_backward`; `xla/__init__.py` shows their arguments. To add
+one, write its folder and its line in `ALL`.
 """
 
 import importlib
@@ -10,6 +10,7 @@ import importlib
 from pallas_attn import gpu as gpus
 from pallas_attn.gpu import Gpu
 from pallas_attn.spec import Spec
+from pallas_attn.tiles import Tiles
 
 # First the fastest; "xla" takes everything, so a call without backend= always finds one.
 ALL = ("triton", "xla")
@@ -29,6 +30,22 @@ def check_name(name: str | None) -> None:
 def reasons(spec: Spec, mask, gpu: Gpu | None) -> dict[str, str | None]:
     """Why each backend cannot take the call; None for those that can."""
     return {name: load(name).unsupported_reason(spec, mask, gpu) for name in ALL}
+
+
+def check_tiles(name: str, tiles: Tiles, spec: Spec, *, given: bool) -> None:
+    """Raises ValueError when tiles that the caller gave, or planned, cannot run a call.
+
+    Args:
+        name: the backend.
+        tiles, spec: what is to run.
+        given: False for the backend's own choice, which is not asked about.
+    """
+    reason = load(name).tiles_reason(tiles, spec, gpus.detect()) if given else None
+    if reason is not None:
+        raise ValueError(
+            f"tiles: got {tiles} (given, or planned in the BlockTable), which {name!r} cannot run: "
+            f"{reason}"
+        )
 
 
 def choose(spec: Spec, mask, name: str | None) -> str:

@@ -369,3 +369,16 @@ class TestPlans:
         run = jax.jit(jax.grad(lambda *a: jnp.sum(pa.mha(*a, deterministic=True) ** 2), (0, 1, 2)))
         for a, b in zip(run(q, k, v), run(q, k, v), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_tiles_too_large_for_the_card_are_refused_before_launch():
+    q = jnp.zeros((1, 256, 2, 256), jnp.bfloat16)
+    big = pa.Tiles(*(pa.KernelTiles(128, 128, 8, 4),) * 3)
+    with pa.interpret():
+        with pytest.raises(ValueError, match=r"tiles: got fwd 128x128.*shared memory"):
+            pa.mha(q, q, q, pa.Causal(), backend="triton", tiles=big)
+        planned = pa.plan(
+            pa.Causal(), q_len=256, kv_len=256, head_dim=64, backend="triton", tiles=big
+        )
+        with pytest.raises(ValueError, match=r"BlockTable.*shared memory"):
+            pa.mha(q, q, q, planned)

@@ -142,13 +142,19 @@ def test_import_direction(path):
         )
 
 
-def test_a_backend_is_a_folder_with_four_functions():
+def test_a_backend_is_a_folder_with_five_functions():
     from pallas_attn import backends
 
     assert set(backends.ALL) == set(KERNELS)
     for name in backends.ALL:
         module = backends.load(name)
-        for function in ("unsupported_reason", "candidate_tiles", "run_forward", "run_backward"):
+        for function in (
+            "unsupported_reason",
+            "candidate_tiles",
+            "tiles_reason",
+            "run_forward",
+            "run_backward",
+        ):
             assert callable(getattr(module, function))
 
 

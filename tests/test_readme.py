@@ -1,4 +1,4 @@
-"""The README's code runs, its support table is the one the backends give, its figures are in the results."""
+"""The README's code runs, its support table is the backends', its figures are in the results."""
 
 import json
 import pathlib
@@ -43,4 +43,8 @@ def test_measured_figures_are_in_the_results():
             for mode, figure in zip(("fwd", "bwd"), cell.split(" / "), strict=False):
                 if figure != "-":
                     near = [abs(x - float(figure)) for x in records[case, mode]]
-                    assert min(near) <= (0.5 if float(figure) >= 100 else 0.05), (case, mode, figure)
+                    assert min(near) <= (0.5 if float(figure) >= 100 else 0.05), (
+                        case,
+                        mode,
+                        figure,
+                    )

@@ -47,7 +47,8 @@ def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
         if hopper and spec.group > 1 and 64 < dim <= 128:
             options = {**options, "dkv": (_GROUPED_DKV, *_SMALL["dkv"])}
         if hopper and dim > 128 and not mask.runs:
-            # Masks read pair by pair need registers that 64 keys do not leave. fwd 365/323, not 468/412.
+            # Masks read pair by pair need registers that 64 keys do not leave: 365/323, not
+            # 468/412.
             options = {**options, "fwd": _SMALL["fwd"]}
     limit = gpu.smem_per_block if gpu else None
     fitting = {
@@ -56,6 +57,18 @@ def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
     }
     count = min(len(tiles) for tiles in fitting.values())
     return [Tiles(*(fitting[kernel][i] for kernel in ("fwd", "dq", "dkv"))) for i in range(count)]
+
+
+def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
+    """Why a call cannot run with these tiles, or None when it can."""
+    for kernel in ("fwd", "dq", "dkv"):
+        needed = smem_bytes(kernel, getattr(tiles, kernel), spec)
+        if gpu is not None and needed > gpu.smem_per_block:
+            return (
+                f"{kernel} needs {needed} bytes of shared memory at head_dim {spec.head_dim}, "
+                f"v_dim {spec.v_dim}, and {gpu.name} has {gpu.smem_per_block}"
+            )
+    return None
 
 
 def smem_bytes(kernel: str, tiles: KernelTiles, spec: Spec) -> int:

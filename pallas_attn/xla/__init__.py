@@ -29,6 +29,11 @@ def candidate_tiles(spec: Spec, mask, gpu) -> list[Tiles]:
     return [Tiles(tiles, tiles, tiles)]
 
 
+def tiles_reason(tiles: Tiles, spec: Spec, gpu) -> str | None:
+    """None: any chunks run."""
+    del tiles, spec, gpu
+
+
 def run_forward(call, q, k, v, bias, sinks, table):
     """See `pallas_attn.xla.forward`."""
     from pallas_attn.xla.forward import forward
