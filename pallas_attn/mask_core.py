@@ -188,11 +188,12 @@ class Mask:
         return Not(self)
 
     def __repr__(self):
-        fields = (_show(*f) for f in vars(self).items() if f[0] != "_children")
+        fields = (show(*f) for f in vars(self).items() if f[0] != "_children")
         return f"{type(self).__name__}({', '.join(fields)})"
 
 
-def _show(name, value) -> str:
+def show(name: str, value) -> str:
+    """One field of a mask's `repr`; arrays by dtype and shape."""
     if is_array(value):
         return f"{name}={value.dtype}[{','.join(map(str, value.shape))}]"
     return repr(value) if isinstance(value, Mask) else f"{name}={value!r}"
@@ -297,6 +298,9 @@ class And(Mask):
         (batch_a, heads_a), (batch_b, heads_b) = self.a.sizes(), self.b.sizes()
         return max(batch_a, batch_b), max(heads_a, heads_b)
 
+    def __repr__(self):
+        return f"{self.a!r} & {self.b!r}"
+
     def allowed(self, at):
         return self.a.allowed(at) & self.b.allowed(at)
 
@@ -342,6 +346,9 @@ class Or(Mask):
         (batch_a, heads_a), (batch_b, heads_b) = self.a.sizes(), self.b.sizes()
         return max(batch_a, batch_b), max(heads_a, heads_b)
 
+    def __repr__(self):
+        return f"({self.a!r} | {self.b!r})"
+
     def allowed(self, at):
         return self.a.allowed(at) | self.b.allowed(at)
 
@@ -370,6 +377,9 @@ class Not(Mask):
 
     def sizes(self):
         return self.a.sizes()
+
+    def __repr__(self):
+        return f"~({self.a!r})"
 
     def allowed(self, at):
         return ~self.a.allowed(at)

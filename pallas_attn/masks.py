@@ -37,6 +37,7 @@ from pallas_attn.mask_core import (
     int_operand,
     is_array,
     largest,
+    show,
     to_blocks,
     true_like,
     xp_of,
@@ -67,6 +68,15 @@ class Causal(Mask):
 
     def sizes(self):
         return batch_of(self.offset), 1
+
+    def options(self) -> list[str]:
+        """What differs from the defaults, for `repr`."""
+        moved = is_array(self.offset) or self.offset != 0
+        aligned = [show("align", self.align)] if self.align != "top_left" else []
+        return ([show("offset", self.offset)] if moved else []) + aligned
+
+    def __repr__(self):
+        return f"Causal({', '.join(self.options())})"
 
     def allowed(self, at):
         return at.kv <= self._last(at)
@@ -106,6 +116,10 @@ class SlidingWindow(Mask):
                 )
         self.left, self.right = (None if n is None or n >= FAR else int(n) for n in (left, right))
         self.center = Causal(offset, align)
+
+    def __repr__(self):
+        shown = [show(name, getattr(self, name)) for name in ("left", "right")]
+        return f"SlidingWindow({', '.join(shown + self.center.options())})"
 
     def row_span(self, at):
         center = self.center._last(at)

@@ -18,10 +18,7 @@ TILES = pa.Tiles(*(pa.KernelTiles(16, 16),) * 3)
 def test_text_of_a_causal_mask():
     lines = pa.draw(pa.Causal(), q_len=40, kv_len=60, block_q=16, block_kv=16).splitlines()
     assert lines[:-1] == ["+...", "#+..", "##+."]
-    assert lines[-1] == (
-        "Causal(offset=0, align='top_left'), 40 x 60 in blocks of 16 x 16: "
-        "6 skipped, 3 partial, 3 full"
-    )
+    assert lines[-1] == ("Causal(), 40 x 60 in blocks of 16 x 16: 6 skipped, 3 partial, 3 full")
 
 
 def test_lengths_default_to_square_and_arrays_are_masks():
@@ -88,7 +85,7 @@ def test_explain_prints_a_report():
     assert text.splitlines()[:4] == [
         "attention of 100 queries to 130 keys, batch 2, 8 query heads on 2 KV heads, head_dim 64, "
         "v_dim 64, bfloat16",
-        "mask     Causal(offset=0, align='top_left')",
+        "mask     Causal()",
         "device   NVIDIA H200",
         "backend  triton",
     ]
