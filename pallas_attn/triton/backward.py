@@ -40,37 +40,20 @@ def backward_dq(call: Call, inputs: Inputs):
     Returns:
         (dq,), dq like q.
     """
-    q, v = inputs.q, inputs.v
-    (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
-    group, block_q = q_heads // kv_heads, call.tiles.dq.block_q
-    num_q = pl.cdiv(q_len, block_q)
-
-    def q_index(i, h, b):
-        return (b, num_q - 1 - i, h, 0)
-
-    def kv_index(i, h, b):
-        del i
-        return (b, 0, lax.div(h, jnp.int32(group)), 0)
-
-    row_spec = pl.BlockSpec((None, 1, q_len), lambda i, h, b: (b, h, 0))
-    specs = Inputs(
-        q=common.head_block(block_q, head_dim, q_index),
-        k=common.head_block(kv_len, head_dim, kv_index),
-        v=common.head_block(kv_len, v_dim, kv_index),
-        dout=common.head_block(block_q, v_dim, q_index),
-        lse_log2=row_spec,
-        delta=row_spec,
-        **common.shared_specs(inputs),
-    )
+    q, block_q = inputs.q, call.tiles.dq.block_q
+    grid, q_index, specs = common.query_grid(inputs, block_q)
+    row_spec = pl.BlockSpec((None, 1, q.shape[1]), lambda i, h, b: (b, h, 0))
+    dout_spec = common.head_block(block_q, inputs.v.shape[-1], q_index)
+    specs = specs._replace(dout=dout_spec, lse_log2=row_spec, delta=row_spec)
     return common.launch(
-        functools.partial(_dq_kernel, call=call, num_q=num_q),
+        functools.partial(_dq_kernel, call=call, num_q=grid[0]),
         call,
         call.tiles.dq,
         name="pallas_attn_dq",
-        grid=(num_q, q_heads, batch),
+        grid=grid,
         inputs=inputs,
         specs=specs,
-        outs=[(q.shape, q.dtype, common.head_block(block_q, head_dim, q_index))],
+        outs=[(q.shape, q.dtype, common.head_block(block_q, q.shape[-1], q_index))],
     )
 
 

@@ -365,6 +365,39 @@ def shared_specs(inputs: Inputs) -> dict[str, Any]:
     return {name: jax.tree.map(whole, getattr(inputs, name)) for name in names}
 
 
+def query_grid(inputs: Inputs, block_q: int):
+    """The grid of a kernel whose instances own blocks of queries, last ones first.
+
+    Args:
+        inputs: the operands.
+        block_q: queries an instance owns.
+
+    Returns:
+        the grid (q blocks, q heads, batch); the index map of q-like arrays; specs of q, k, v,
+        tables, mask, bias and sinks.
+    """
+    (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = (
+        inputs.q.shape,
+        inputs.v.shape[1:],
+    )
+    group, num_q = q_heads // kv_heads, pl.cdiv(q_len, block_q)
+
+    def q_index(i, h, b):
+        return (b, num_q - 1 - i, h, 0)
+
+    def kv_index(i, h, b):
+        del i
+        return (b, 0, lax.div(h, jnp.int32(group)), 0)
+
+    specs = Inputs(
+        q=head_block(block_q, head_dim, q_index),
+        k=head_block(kv_len, head_dim, kv_index),
+        v=head_block(kv_len, v_dim, kv_index),
+        **shared_specs(inputs),
+    )
+    return (num_q, q_heads, batch), q_index, specs
+
+
 def launch(
     kernel, call: Call, tiles: KernelTiles, *, name: str, grid, inputs: Inputs, specs: Inputs, outs
 ):

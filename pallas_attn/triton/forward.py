@@ -36,35 +36,21 @@ def forward(call: Call, inputs: Inputs):
     Returns:
         out [batch, q_len, q_heads, v_dim] in q's dtype; lse float32 [batch, q_heads, q_len].
     """
-    q, v = inputs.q, inputs.v
-    (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
-    group, block_q = q_heads // kv_heads, call.tiles.fwd.block_q
-    num_q = pl.cdiv(q_len, block_q)
-
-    def q_index(i, h, b):
-        return (b, num_q - 1 - i, h, 0)
-
-    def kv_index(i, h, b):
-        del i
-        return (b, 0, lax.div(h, jnp.int32(group)), 0)
-
-    specs = Inputs(
-        q=common.head_block(block_q, head_dim, q_index),
-        k=common.head_block(kv_len, head_dim, kv_index),
-        v=common.head_block(kv_len, v_dim, kv_index),
-        **common.shared_specs(inputs),
-    )
-    lse_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, num_q - 1 - i))
+    block_q, v_dim = call.tiles.fwd.block_q, inputs.v.shape[-1]
+    batch, q_len, q_heads, _ = inputs.q.shape
+    grid, q_index, specs = common.query_grid(inputs, block_q)
+    lse_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, grid[0] - 1 - i))
+    out_spec = common.head_block(block_q, v_dim, q_index)
     return common.launch(
-        functools.partial(_kernel, call=call, num_q=num_q),
+        functools.partial(_kernel, call=call, num_q=grid[0]),
         call,
         call.tiles.fwd,
         name="pallas_attn_fwd",
-        grid=(num_q, q_heads, batch),
+        grid=grid,
         inputs=inputs,
         specs=specs,
         outs=[
-            ((batch, q_len, q_heads, v_dim), q.dtype, common.head_block(block_q, v_dim, q_index)),
+            ((batch, q_len, q_heads, v_dim), inputs.q.dtype, out_spec),
             ((batch, q_heads, q_len), jnp.float32, lse_spec),
         ],
     )
