@@ -15,6 +15,7 @@ _BASE = Spec(
 QUESTIONS: dict[str, dict] = {
     "float16, bfloat16": {},
     "float32": {"dtype": "float32"},
+    "float32, head_dim above 192": {"dtype": "float32", "head_dim": 256},
     "float64": {"dtype": "float64"},
     "any lengths, q_len ≠ kv_len": {"q_len": 130, "kv_len": 17},
     "GQA, MQA": {"kv_heads": 1},

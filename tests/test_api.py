@@ -382,3 +382,11 @@ def test_tiles_too_large_for_the_card_are_refused_before_launch():
         )
         with pytest.raises(ValueError, match=r"BlockTable.*shared memory"):
             pa.mha(q, q, q, planned)
+
+
+def test_wide_float32_goes_to_plain_jax_and_is_refused_by_name():
+    q = jax.ShapeDtypeStruct((1, 64, 2, 256), jnp.float32)
+    with gpu.target("h200"):
+        assert pa.explain(q, q, q).backend == "xla"
+        with pytest.raises(NotImplementedError, match="float32 up to 192 channels, not 256"):
+            pa.explain(q, q, q, backend="triton")

@@ -58,7 +58,13 @@ RUNS = [
         for dtype in [{"full": "float16"}.get(c.mask_name, "bfloat16")]
     ),
     *(
-        Run(problem, mask, dtype, label=label)
+        Run(
+            problem,
+            mask,
+            dtype,
+            "xla" if (label, dtype) == ("d256", "float32") else "triton",
+            label,
+        )
         for label, problem in DIMS.items()
         for mask in ("full", "causal")
         for dtype in ("bfloat16", "float16", "float32")
