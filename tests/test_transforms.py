@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_attn as pa
-from pallas_attn import vjp
+from pallas_attn import gpu, vjp
 
 TILES = pa.Tiles(*(pa.KernelTiles(32, 32),) * 3)
 BACKENDS = ("triton", "xla")
@@ -209,6 +210,21 @@ def test_export_round_trip():
     fn = jax.jit(lambda q, k, v: pa.mha(q, k, v, pa.Causal(), backend="xla"))
     exported = jax.export.deserialize(jax.export.export(fn)(q, k, v).serialize())
     close(exported.call(q, k, v), fn(q, k, v))
+
+
+def test_kernels_export_for_cuda_without_a_gpu():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    fn = jax.jit(lambda q, k, v: pa.mha(q, k, v, pa.Causal(), backend="triton"))
+    # JAX does not promise that the Triton call stays stable; whoever exports it says so.
+    unstable = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(2)]
+    with gpu.target("h200"), jax.sharding.use_abstract_mesh(mesh):
+        export = jax.export.export(fn, platforms=["cuda"], disabled_checks=[unstable])
+        exported = export(*shapes)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert again.out_avals[0].shape == (2, 40, 4, 16)
 
 
 def test_x64_mode_changes_nothing_for_float32(attend):
