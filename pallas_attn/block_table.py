@@ -194,10 +194,17 @@ def _to_rank_4(some, every, grid: TileGrid):
     return tuple(xp.broadcast_to(x, lead) for x in both)
 
 
+def _indices(x, axis: int) -> np.ndarray:
+    """0, 1, ... along an axis of x, of x's rank."""
+    shape = [1] * x.ndim
+    shape[axis] = x.shape[axis]
+    return np.arange(x.shape[axis], dtype=np.int32).reshape(shape)
+
+
 def _runs_of(some, every):
     """[..., 4] from bool maps [..., row blocks, column blocks] that hold at most one run a row."""
     xp = xp_of(some, every)
-    index = np.arange(some.shape[-1], dtype=np.int32)
+    index = _indices(some, -1)
     far, end = np.int32(FAR), np.int32(some.shape[-1])
     first = xp.where(some, index, far).min(-1, initial=far)
     last = xp.where(some, index + np.int32(1), np.int32(0)).max(-1, initial=0)
@@ -243,8 +250,7 @@ def _ends(some, every, axis: int):
     """First and last index + 1 of `some` and of `every` along an axis, and how many each holds."""
     xp = xp_of(some, every)
     far, none, one = np.int32(FAR), np.int32(0), np.int32(1)
-    index = np.arange(some.shape[axis], dtype=np.int32)
-    index = index if axis == -1 else index[:, None]
+    index = _indices(some, axis)
     mapped = [
         xp.where(x, y, z)
         for y, z in ((index, far), (index + one, none))
@@ -272,7 +278,7 @@ def _ends(some, every, axis: int):
 def _list(some, every, *, uniform: bool) -> Visits:
     xp = xp_of(some, every)
     width = some.shape[-1]
-    index = np.arange(width, dtype=np.int32)
+    index = _indices(some, -1)
     # One sort puts full blocks first, then partly visible ones, then the rest.
     kind = xp.where(every, np.int32(0), xp.where(some, np.int32(1), np.int32(2)))
     order = xp.sort(kind * np.int32(width) + index, axis=-1) % np.int32(width)

@@ -27,7 +27,7 @@ def block_kinds(mask, *, q_len: int, kv_len: int, block_q: int, block_kv: int, b
     grid = TileGrid(max(batches, batch + 1), max(heads, head + 1), q_len, kv_len, block_q, block_kv)
     some, every = (_one(x, batch, head, grid) for x in expression.tiles(grid))
     first, _ = grid.kv_bounds
-    every = every & (first + block_kv <= kv_len)
+    every = every & (first[0, 0] + block_kv <= kv_len)
     return np.where(every, FULL, np.where(some, PARTIAL, SKIPPED))
 
 

@@ -59,14 +59,16 @@ class TileGrid:
 
     @property
     def q_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last query of each block, [num_q, 1]."""
-        first = np.arange(self.num_q, dtype=np.int32)[:, None] * np.int32(self.block_q)
+        """First and last query of each block, [1, 1, num_q, 1]."""
+        first = np.arange(self.num_q, dtype=np.int32).reshape(1, 1, -1, 1) * np.int32(self.block_q)
         return first, np.minimum(first + np.int32(self.block_q - 1), np.int32(self.q_len - 1))
 
     @property
     def kv_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last key of each block, [1, num_kv]."""
-        first = np.arange(self.num_kv, dtype=np.int32)[None, :] * np.int32(self.block_kv)
+        """First and last key of each block, [1, 1, 1, num_kv]."""
+        first = np.arange(self.num_kv, dtype=np.int32).reshape(1, 1, 1, -1) * np.int32(
+            self.block_kv
+        )
         return first, np.minimum(first + np.int32(self.block_kv - 1), np.int32(self.kv_len - 1))
 
 

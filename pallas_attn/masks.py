@@ -423,7 +423,7 @@ class Dilated(Mask):
         single = (q_first == q_last) & (kv_first == kv_last)
         inside = (q_first - kv_last >= -reach) & (q_last - kv_first <= reach)
         every = inside if self.dilation == 1 else some & single
-        return some[None, None], every[None, None]
+        return some, every
 
 
 class BlockSparse(Mask):

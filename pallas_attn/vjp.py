@@ -57,7 +57,7 @@ def _attend_backward(call, saved, cotangents):
     dsinks = None
     if sinks is not None:
         # The sink is one more key with value 0, seen by every row that sees a key.
-        p_sink = jnp.where(sees, jnp.exp(sinks.astype(lse.dtype)[:, None] - lse), 0.0)
+        p_sink = jnp.where(sees, jnp.exp(sinks.astype(lse.dtype)[None, :, None] - lse), 0.0)
         dsinks = -(p_sink * delta).sum(axis=(0, 2)).astype(sinks.dtype)
     if bias is not None:
         dbias = dbias.astype(bias.dtype)

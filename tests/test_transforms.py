@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_attn as pa
-from pallas_attn import gpu, vjp
+from pallas_attn import gpu, testing, vjp
 
 TILES = pa.Tiles(*(pa.KernelTiles(32, 32),) * 3)
 BACKENDS = ("triton", "xla")
@@ -243,6 +243,24 @@ def test_x64_mode_changes_nothing_for_float32(attend):
         wide = run(jnp.asarray(ids))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(wide))
     close(wide, narrow)
+
+
+@pytest.mark.parametrize("name", testing.MASK_CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_traces_where_ranks_must_match(backend, name):
+    """Some projects run with jax_numpy_rank_promotion="raise": nothing here promotes."""
+    rng = np.random.default_rng(0)
+    mask = testing.MASK_CASES[name](rng, 2, 4, 40, 50)
+    q, k, v = operands(2)
+    bias, sinks = normal(3, 1, 4, 40, 1), normal(4, 4)
+
+    def loss(q, k, v, bias, sinks):
+        options = {"bias": bias, "sinks": sinks, "soft_cap": 5.0, "backend": backend}
+        out, lse = pa.mha(q, k, v, mask, return_lse=True, tiles=TILES, **options)
+        return out.sum() + lse.sum()
+
+    with gpu.target("h200"), jax.numpy_rank_promotion("raise"):
+        jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3, 4)))(q, k, v, bias, sinks)
 
 
 def test_new_values_of_mask_arrays_do_not_retrace(attend):

@@ -38,7 +38,7 @@ def forward(call: Call, q, k, v, bias, sinks, table):
     k_blocks, v_blocks = chunks.split_kv(k, spec, grid), chunks.split_kv(v, spec, grid)
     visits = chunks.visited(mask, grid)
     kv_index = jnp.arange(grid.num_kv, dtype=np.int32)
-    sink = None if sinks is None else sinks.astype(dtype).reshape(spec.kv_heads, spec.group, 1)
+    sink = None if sinks is None else sinks.astype(dtype).reshape(1, spec.kv_heads, spec.group, 1)
 
     def one_q_block(operands):
         q_tile, q_block, row_visits = operands
