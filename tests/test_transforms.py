@@ -227,14 +227,16 @@ def test_kernels_export_for_cuda_without_a_gpu():
     assert again.out_avals[0].shape == (2, 40, 4, 16)
 
 
-def test_x64_mode_changes_nothing_for_float32(attend):
+@pytest.mark.parametrize("form", ["loose", "list"])
+def test_x64_mode_changes_nothing_for_float32(attend, form):
     q, k, v = operands(2)
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 40)))
 
     def run(ids):
         kv_ids = jnp.pad(ids, ((0, 0), (0, 10)), mode="edge")
         mask = pa.Document(ids, kv_ids) & pa.Causal(align="bottom_right") & pa.SlidingWindow(17)
-        mask = mask | pa.Predicate(lambda b, h, i, j: i == j)
+        if form == "list":
+            mask = mask | pa.Predicate(lambda b, h, i, j: (i == j) | (h == 1))
         loss = lambda q, k, v: (attend(q, k, v, mask, soft_cap=5.0) ** 2).sum()  # noqa: E731
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
 

@@ -211,7 +211,7 @@ def _dkv_kernel(inputs: Inputs, *out_refs, call: Call, parts: tuple[str, ...]):
             one = functools.partial(take, heads=_Heads(batch, first_head + member, member))
             return common.visit(inputs.visits, head, kv_block, one, sums)
 
-        sums = lax.fori_loop(0, spec.group, one_head, sums)
+        sums = lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), one_head, sums)
     exists = None
     if ragged:
         exists = kv_start + lax.broadcasted_iota(jnp.int32, (tiles.block_kv, 1), 0) < spec.kv_len

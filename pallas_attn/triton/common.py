@@ -318,7 +318,8 @@ def visit(visits: Visits, at: Rows, row_block, take, carry, repeat: int = 1):
             def shown(carry):
                 if repeat == 1:
                     return take(np.int32(0), j, carry, True)
-                return lax.fori_loop(0, repeat, lambda m, c: take(m, j, c, True), carry)
+                heads = jnp.int32(0), jnp.int32(repeat)
+                return lax.fori_loop(*heads, lambda m, c: take(m, j, c, True), carry)
 
             place = (j, row_block) if visits.by_key else (row_block, j)
             return lax.cond(visits.some[(*row[:2], *place)], shown, lambda c: c, carry)
