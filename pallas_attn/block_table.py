@@ -187,7 +187,7 @@ def column_visits(mask: Mask, grid: TileGrid) -> Visits:
 def _to_rank_4(some, every, grid: TileGrid):
     xp = xp_of(some, every)
     both: list[Any] = []
-    for x in (some & (some | every), every & some):
+    for x in (some, some & every):
         x = x.reshape((1,) * (4 - x.ndim) + x.shape)
         both.append(xp.broadcast_to(x, (*x.shape[:2], grid.num_q, grid.num_kv)))
     lead = np.broadcast_shapes(both[0].shape, both[1].shape)

@@ -51,7 +51,8 @@ _target: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("target", d
 def target(name: str):
     """Makes backend choice and default tiles believe in a GPU that this machine may not have.
 
-    For cross-lowering and for `pallas_attn.inspect`.
+    For cross-lowering and for `pallas_attn.inspect`. Unlike `interpret()` it is no part of JAX's
+    cache key: trace a function for each target afresh.
 
     Args:
         name: a key of `KNOWN`, such as "h200".

@@ -159,11 +159,11 @@ class Mask:
         return False
 
     def q_valid(self, batch, q) -> Any:
-        """Queries that may see anything (bool), or None when all may. Others are never read."""
+        """Queries that may see anything (bool), or None when all may. Others never matter."""
         del batch, q
 
     def kv_valid(self, batch, kv) -> Any:
-        """Keys that may be seen by anything (bool), or None when all may. Others are never read."""
+        """Keys that may be seen by anything (bool), or None when all may. Others never matter."""
         del batch, kv
 
     def check(self, batch: int, heads: int, q_len: int, kv_len: int) -> None:
