@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks import impls
+
 # Largest relative errors, ||x - ref|| / ||ref||, of the output and of a gradient. A few roundings
 # of the type; float32 has room for products in TF32, which is how GPUs multiply it by default.
 LIMITS = {"bfloat16": (8e-3, 1.5e-2), "float16": (2e-3, 4e-3), "float32": (2e-3, 4e-3)}
 BLOCK_ROWS = 256
+# The reference's speed does not matter, the time to search for its fastest matmuls does.
+OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -41,8 +45,7 @@ def _visible(mask, rows, cols, ids):
             return (rows >= cols) & (ids[safe] == ids[cols])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def reference(mask, q, k, v, dout, ids):
+def reference(mask, q, k, v, dout, ids, gradients):
     """Attention and its gradients in float32, for the query heads that share one head of keys.
 
     Args:
@@ -52,9 +55,10 @@ def reference(mask, q, k, v, dout, ids):
         v: [kv_len, v_dim].
         dout: [group, q_len, v_dim].
         ids: Segment ids [q_len] int32, or None.
+        gradients: Whether they are wanted.
 
     Returns:
-        out and dq like dout and q, dk and dv like k and v, all float32.
+        {"out": like dout}, and with gradients dq like q, dk and dv like k and v, all float32.
     """
     q, k, v, dout = (x.astype(jnp.float32) for x in (q, k, v, dout))
     group, q_len, head_dim = q.shape
@@ -78,6 +82,8 @@ def reference(mask, q, k, v, dout, ids):
         total = p.sum(-1, keepdims=True)
         p = p / jnp.where(total > 0, total, 1.0)
         out = dot("gqk,kd->gqd", p, v)
+        if not gradients:
+            return carry, (out,)
         delta = (out * dout_rows).sum(-1, keepdims=True)
         ds = p * (dot("gqd,kd->gqk", dout_rows, v) - delta) * scale
         dk, dv = carry
@@ -85,58 +91,106 @@ def reference(mask, q, k, v, dout, ids):
         dv = dv + dot("gqk,gqd->kd", p, dout_rows)
         return (dk, dv), (out, dot("gqk,kd->gqd", ds, k))
 
-    zero = (jnp.zeros_like(k), jnp.zeros_like(v))
+    zero = (jnp.zeros_like(k), jnp.zeros_like(v)) if gradients else ()
     indices = jnp.arange(blocks, dtype=jnp.int32)
-    (dk, dv), rows = lax.scan(step, zero, (split(q), split(dout), indices))
+    sums, rows = lax.scan(step, zero, (split(q), split(dout), indices))
 
     def join(x):
         return x.swapaxes(0, 1).reshape(group, blocks * BLOCK_ROWS, -1)[:, :q_len]
 
-    return join(rows[0]), join(rows[1]), dk, dv
+    return dict(zip(("out", "dq", "dk", "dv"), (*map(join, rows), *sums), strict=False))
 
 
-def _slices(shape):
+def slices(shape):
     """Returns the (batch, head of keys) pairs that are compared: the first and the last."""
     return sorted({(0, 0), (shape.batch - 1, shape.kv_heads - 1)})
 
 
-def _query_part(x, batch, kv_head, kv_heads):
-    group = x.shape[2] // kv_heads
-    return x[batch, :, kv_head * group : (kv_head + 1) * group].swapaxes(0, 1)
+def compared(shape, name, whole):
+    """Returns the compared part of a result [batch, len, heads, dim].
+
+    Args:
+        shape: The case's.
+        name: q, k, v, out, or one of them with a d in front.
+        whole: The array.
+
+    Returns:
+        [slices, group, len, dim] of what queries have, [slices, len, dim] of what keys have.
+    """
+    parts = []
+    for batch, head in slices(shape):
+        if name.lstrip("d") in ("q", "out"):
+            group = shape.q_heads // shape.kv_heads
+            parts.append(whole[batch, :, head * group : (head + 1) * group].swapaxes(0, 1))
+        else:
+            parts.append(whole[batch, :, head])
+    return jnp.stack(parts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=OPTIONS)
+def expect(case, gradients, inputs, raw):
+    """Returns what is right on the compared heads: {name: float32 array as from `compared`}."""
+    names = ("q", "k", "v", "dout")
+    parts = [compared(case.shape, n, x) for n, x in zip(names, inputs, strict=True)]
+    ids = jnp.stack([raw["segment_ids"][b] for b, _ in slices(case.shape)]) if raw else None
+
+    def one(part):
+        q, k, v, dout, ids = part
+        return reference(case.mask, q, k, v, dout, ids, gradients)
+
+    return lax.map(one, (*parts, ids))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _errors(shape, results, expected):
+    """Returns {name: (largest relative error of a slice, largest absolute error)}."""
+    found = {}
+    for name, whole in results.items():
+        difference = compared(shape, name, whole).astype(jnp.float32) - expected[name]
+        axes = tuple(range(1, difference.ndim))
+        error = jnp.sqrt(jnp.sum(difference**2, axes))
+        size = jnp.sqrt(jnp.sum(expected[name] ** 2, axes))
+        relative = jnp.max(error / jnp.where(size > 0, size, 1.0))
+        found[name] = (relative, jnp.max(jnp.abs(difference)))
+    return found
+
+
+def _or_infinity(x):
+    x = float(x)
+    return x if x == x else float("inf")
 
 
 class Reference:
     """What is right on the compared heads of one case, computed once for all implementations."""
 
-    def __init__(self, case, inputs, raw):
+    def __init__(self, case, inputs, raw, gradients=True):
+        """Computes it.
+
+        Args:
+            case: Of the run.
+            inputs: From `make_inputs`.
+            raw: From `impls.raw_operands`.
+            gradients: Whether gradients will be compared too.
+        """
         self.case = case
-        self.expected = {}
-        q, k, v, dout = inputs
-        kv_heads = case.shape.kv_heads
-        for b, h in _slices(case.shape):
-            ids = raw["segment_ids"][b] if raw else None
-            query = [_query_part(x, b, h, kv_heads) for x in (q, dout)]
-            parts = reference(case.mask, query[0], k[b, :, h], v[b, :, h], query[1], ids)
-            self.expected[b, h] = dict(zip(("out", "dq", "dk", "dv"), parts, strict=True))
+        self.expected = expect(case, gradients, inputs, raw)
 
     def errors(self, **results):
-        """Returns the largest relative error of each result over the compared heads.
+        """Returns (relative, absolute) errors by name, infinite where they are not a number.
+
+        The relative one is ||x - expected|| / ||expected|| of the worst of the compared heads, the
+        absolute one the greatest of any element.
 
         Args:
             **results: Any of out, dq, dk and dv, whole arrays [batch, len, heads, dim].
         """
-        worst = {}
-        for name, whole in results.items():
-            for (b, h), expected in self.expected.items():
-                if name in ("out", "dq"):
-                    part = _query_part(whole, b, h, self.case.shape.kv_heads)
-                else:
-                    part = whole[b, :, h]
-                worst[name] = max(worst.get(name, 0.0), _relative(part, expected[name]))
-        return worst
+        expected = {name: self.expected[name] for name in results}
+        found = _errors(self.case.shape, results, expected)
+        relative = {name: _or_infinity(pair[0]) for name, pair in found.items()}
+        return relative, {name: _or_infinity(pair[1]) for name, pair in found.items()}
 
     def objection(self, errors):
-        """Returns a sentence if an error is over the limit (NaN is), or None."""
+        """Returns a sentence if a relative error is over the limit (NaN is), or None."""
         for name, error in errors.items():
             limit = LIMITS[self.case.shape.dtype][name != "out"]
             if not error <= limit:
@@ -144,14 +198,17 @@ class Reference:
         return None
 
 
-@jax.jit
-def _norms(part, expected):
-    difference = part.astype(jnp.float32) - expected
-    return jnp.linalg.norm(difference), jnp.linalg.norm(expected)
-
-
-def _relative(part, expected):
-    """Returns ||part - expected|| / ||expected||, infinity where it is not a number."""
-    difference, size = (float(x) for x in _norms(part, expected))
-    error = difference / size if size else difference
-    return error if error == error else float("inf")
+def compile_ahead(case, modes):
+    """Compiles, in any thread, what checking a case calls later; whatever fails will fail then."""
+    shape, dtype = case.shape, jnp.dtype(case.shape.dtype)
+    sizes = {"q": shape.q, "k": shape.k, "v": shape.v, "dout": shape.out}
+    inputs = tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes.values())
+    raw = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), impls.raw_operands(case))
+    make_inputs.lower(shape).compile()
+    expect.lower(case, "bwd" in modes, inputs, raw).compile()
+    expected = jax.eval_shape(functools.partial(expect, case, "bwd" in modes), inputs, raw)
+    out = {"out": inputs[3]}
+    gradients = {f"d{name}": x for name, x in zip("qkv", inputs, strict=False)}
+    for mode in modes:
+        results = out | gradients if mode == "bwd" else out
+        _errors.lower(shape, results, {name: expected[name] for name in results}).compile()

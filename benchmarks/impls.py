@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import fa3
+
 
 def _never(case):
     """Has no objection to any case."""
@@ -136,10 +138,13 @@ def _tiles(text):
 
 
 def _ours(name, backend=None, *options):
-    planned = "unplanned" not in options
-    sizes = [option for option in options if option != "unplanned"]
+    flags = {"unplanned", "deterministic"}
+    planned, given = "unplanned" not in options, {"deterministic": "deterministic" in options}
+    sizes = [option for option in options if option not in flags]
     if len(sizes) > 1 or any(not option[:1].isdigit() for option in sizes):
-        raise ValueError(f"{name}: after the backend come 'unplanned' and tile sizes, or neither")
+        raise ValueError(
+            f"{name}: after the backend come 'unplanned', 'deterministic' and tile sizes, or none"
+        )
 
     def tiles():
         return _tiles(sizes[0]) if sizes else None
@@ -148,16 +153,33 @@ def _ours(name, backend=None, *options):
         import pallas_attn as pa
 
         mask = operands if planned else mask_of(case, operands)
-        return pa.mha(q, k, v, mask, backend=backend, tiles=tiles())
+        return pa.mha(q, k, v, mask, backend=backend, tiles=tiles(), **given)
 
     def prepare(case, raw):
         return plan(case, raw, backend, tiles()) if planned else raw
 
     def absent():
         reason = _importable("pallas_attn")
-        return reason or (_no_gpu() if backend not in (None, "xla") else None)
+        if reason:
+            return reason
+        known = importlib.import_module("pallas_attn.backends").ALL
+        if backend not in (None, *known):
+            return f"pallas_attn has no backend {backend!r}"
+        return None if backend in (None, "xla") else _no_gpu()
 
-    return Impl(name, forward=forward, absent=absent, prepare=prepare, ours=True)
+    def unsupported(case):
+        import pallas_attn as pa
+
+        dtype, mask = jnp.dtype(case.shape.dtype), mask_of(case, raw_operands(case))
+        q, k, v = (jax.ShapeDtypeStruct(getattr(case.shape, x), dtype) for x in "qkv")
+        try:
+            pa.explain(q, k, v, mask, backend=backend)
+        except NotImplementedError as error:
+            return _one_line(error)
+        return None
+
+    given_to_all = {"absent": absent, "unsupported": unsupported, "prepare": prepare}
+    return Impl(name, forward=forward, ours=True, **given_to_all)
 
 
 # --- jax's own ------------------------------------------------------------------------------------
@@ -228,6 +250,33 @@ def _jax_triton(name, blocks=None):
     )
 
 
+JAX_MOSAIC = "jax.experimental.pallas.ops.gpu.attention_mgpu"
+
+
+def _jax_mosaic(name):
+    """Jax's own Hopper kernel, with the blocks of its own benchmark and 64 backward."""
+
+    def forward(case, q, k, v, operands):
+        module = importlib.import_module(JAX_MOSAIC)
+        backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+        block_kv = 64 if case.shape.head_dim > 128 else 128
+        causal = case.mask.kind == "causal"
+        config = module.TuningConfig(64, block_kv, 2, causal=causal, **backward)
+        return module.attention(q, k * _scale(case), v, config)  # it has no scale
+
+    def unsupported(case):
+        if case.shape.dtype != "float16":
+            return "its shared memory is declared as float16"
+        if case.mask.kind not in ("full", "causal"):
+            return "takes no mask"
+        return _same_dims(case)
+
+    def absent():
+        return _no_gpu() or _importable(JAX_MOSAIC)
+
+    return Impl(name, forward=forward, absent=absent, unsupported=unsupported)
+
+
 # --- other projects -------------------------------------------------------------------------------
 
 
@@ -284,14 +333,13 @@ def _fa3(name):
         return _same_dims(case)
 
     def forward(case, q, k, v, cu_seqlens):
-        fa3 = importlib.import_module("flash_attn3_jax")
         if cu_seqlens is None:
             window = (case.mask.left, case.mask.right) if case.mask.kind == "window" else (-1, -1)
-            causal = case.mask.kind == "causal"
-            return fa3.flash_mha(q, k, v, is_causal=causal, window_size=window)
+            return fa3.attend(q, k, v, case.mask.kind == "causal", window)
+        package = importlib.import_module("flash_attn3_jax")
         longest = max(case.mask.lengths)
         flat = (x[0] for x in (q, k, v))
-        return fa3.flash_mha_varlen(
+        return package.flash_mha_varlen(
             *flat, cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, is_causal=True
         )[None]
 
@@ -308,12 +356,14 @@ FACTORIES = {
     "ours": _ours,
     "xla": functools.partial(_jax_nn, implementation="xla"),
     "cudnn": functools.partial(_jax_nn, implementation="cudnn"),
+    "jax_mosaic": _jax_mosaic,
     "jax_triton": _jax_triton,
     "tokamax_triton": functools.partial(_tokamax, implementation="triton"),
     "tokamax_mosaic": functools.partial(_tokamax, implementation="mosaic"),
     "fa3": _fa3,
 }
-DEFAULT = "ours:triton,cudnn,fa3,tokamax_mosaic,tokamax_triton,jax_triton,xla"
+# Those that may be the fastest; the others cost minutes under masks that they do not skip by.
+DEFAULT = "ours:mosaic_gpu,ours:triton,cudnn,fa3,tokamax_mosaic"
 
 
 def make(spec):
@@ -321,9 +371,10 @@ def make(spec):
 
     Args:
         spec: A name of FACTORIES, with options after colons. "ours:BACKEND:unplanned" gives the
-            mask to every call instead of a planned table, "ours:BACKEND:128x64x8x3/64x64x4x2"
-            sets block_q, block_kv, warps and stages of the forward, the dq and the dkv kernel;
-            "jax_triton:128x64x32" sets its blocks: q and kv forward, and all four backward.
+            mask to every call instead of a planned table, "ours:BACKEND:deterministic" asks for
+            bit-equal gradients, "ours:BACKEND:128x64x8x3/64x64x4x2" sets block_q, block_kv, warps
+            and stages of the forward, the dq and the dkv kernel; "jax_triton:128x64x32" sets its
+            blocks: q and kv forward, and all four backward.
 
     Raises:
         ValueError: For an unknown name or option.

@@ -7,8 +7,6 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 # The mask whose rate our masked rates are compared with.
@@ -26,13 +24,20 @@ def load(paths):
 
 def line(record):
     """Returns one result as one line of text."""
-    start = f"{record['case']:34s} {record['mode']:6s} {record['impl']:24s} "
+    start = f"{record['case']:34s} {record['mode']:7s} {record['impl']:24s} "
     if record["failed"]:
         return start + record["failed"]
     if record["mode"] == "tables":
         share = record["share_of_forward"]
         forward = record["forward_ms"]
         return f"{start}{record['ms'] * 1e3:9.1f} us, {share:.1%} of a {forward:.3f} ms forward"
+    if record["mode"] == "startup":
+        again = record["compiled_again"]
+        other = "" if again is None else f", other documents compile {again} programs"
+        return (
+            f"{start}first call {record['first_s']:.2f} s, first gradients "
+            f"{record['first_grad_s']:.2f} s, then {record['host_us']:.0f} us of the host{other}"
+        )
     worst = max(record["errors"].values())
     note = "  HOST-BOUND" if record["host_bound"] else ""
     return (
@@ -66,7 +71,7 @@ class Results:
         """Returns the fastest timed result among implementations for which wanted(record)."""
         row = self.rows.get((case, mode), {"impls": {}})["impls"].values()
         timed = [r for r in row if not r["failed"] and wanted(r)]
-        return max(timed, key=lambda r: r["tflops"], default=None)
+        return max(timed, key=lambda r: r.get("tflops", 0.0), default=None)
 
     def dense(self, record):
         """Returns the same implementation's dense causal result that a masked one compares with.
@@ -136,7 +141,7 @@ def tables(records):
             f"{run['card']}, {run['started']}, JAX {run['jax']}, driver {run['driver']}, "
             f"commit {run['commit']}{' with changes' if run['dirty'] else ''}"
         )
-    rated = [key for key in results.rows if key[1] != "tables"]
+    rated = [key for key in results.rows if key[1] in ("fwd", "bwd")]
     if rated:
         head = ["case", "mode", *results.impls, "ours/best peer", "best peer", "ours/our causal"]
         rows = [_cells(results, *key) for key in rated]
@@ -150,89 +155,17 @@ def tables(records):
             for r in planned
         ]  # fmt: skip
         parts.append(markdown(head, rows))
+    started = [r for r in records if r["mode"] == "startup" and not r["failed"]]
+    if started:
+        head = ["first calls", "impl", "forward s", "gradients s", "host us", "compiled again"]
+        keys = ("case", "impl", "first_s", "first_grad_s", "host_us", "compiled_again")
+        rows = [["-" if r[key] is None else r[key] for key in keys] for r in started]
+        parts.append(markdown(head, rows))
     reasons = {(r["impl"], r["failed"]): r["case"] for r in reversed(records) if r["failed"]}
     if reasons:
         notes = [f"- {impl}: {why} ({case})" for (impl, why), case in reasons.items()]
         parts.append("Not timed, first case of each:\n" + "\n".join(reversed(notes)))
     return "\n\n".join(parts)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a row is asked to reach.
-
-    Attributes:
-        what: Shown in front.
-        kind: "peer" (rate over that of the best variant of a peer), "dense" (rate over our own
-            dense causal rate) or "tables" (share of a forward, an upper bound).
-        bound: The figure asked for.
-        matches: Whether a record is meant.
-        peer: Name of the peer, without options.
-    """
-
-    what: str
-    kind: str
-    bound: float
-    matches: Callable[[dict], bool]
-    peer: str = ""
-
-
-def _dense_row(record):
-    dims = record["shape"]["head_dim"] in (64, 128)
-    return record["suite"] == "dense" and dims and record["mask"]["kind"] in ("full", "causal")
-
-
-def _window(left):
-    return lambda record: record["mask"]["kind"] == "window" and record["mask"]["left"] == left
-
-
-BARS = (
-    Bar("dense at least jax's own Triton kernel", "peer", 1.0, _dense_row, "jax_triton"),
-    Bar("window 4096 of our dense causal", "dense", 0.80, _window(4096)),
-    Bar("window 1024 of our dense causal", "dense", 0.65, _window(1024)),
-    Bar("documents of our dense causal", "dense", 0.60, lambda r: r["mask"]["kind"] == "documents"),
-    Bar("all block tables of one forward", "tables", 0.05, lambda r: r["mode"] == "tables"),
-)
-
-
-def _reached(results, bar, record):
-    """Returns the figure that a bar asks for, None where it could not be taken."""
-    if bar.kind == "tables":
-        return record["share_of_forward"]
-    if bar.kind == "dense":
-        other = results.dense(record)
-    else:
-
-        def wanted(r):
-            return r["impl"].split(":")[0] == bar.peer
-
-        other = results.best(record["case"], record["mode"], wanted)
-    return record["tflops"] / other["tflops"] if other else None
-
-
-def bars(records, impl="ours:triton"):
-    """Returns the table of bars for one of our implementations, and whether all are met."""
-    results = Results(records)
-    rows, met = [], True
-    for bar in BARS:
-        for (case, mode), row in results.rows.items():
-            record = row["impls"].get(impl)
-            if record is None or not bar.matches(record):
-                continue
-            if (bar.kind == "tables") != (mode == "tables"):
-                continue
-            figure = None if record["failed"] else _reached(results, bar, record)
-            good = figure is not None and (
-                figure < bar.bound if bar.kind == "tables" else figure >= bar.bound
-            )
-            met = met and good
-            shown = "-" if figure is None else f"{figure:.3f}"
-            sign = "<" if bar.kind == "tables" else ">="
-            rows.append(
-                [bar.what, case, mode, shown, f"{sign} {bar.bound}", "yes" if good else "NO"]
-            )
-    head = ["bar", "case", "mode", "measured", "asked", "met"]
-    return (markdown(head, rows) if rows else "no row of these files has a bar"), met and bool(rows)
 
 
 def compare(old, new):
@@ -286,14 +219,16 @@ def main(argv=None):
     parser.add_argument("--compare", type=Path, help="an older file: speed-ups from it to FILES")
     parser.add_argument("--plot", type=Path, help="image to write")
     parser.add_argument("--bars", action="store_true", help="check the rates asked for")
-    parser.add_argument("--impl", default="ours:triton", help="whose bars")
+    parser.add_argument("--impl", default="ours:mosaic_gpu", help="whose bars")
     args = parser.parse_args(argv)
     records = load(args.files)
     print(compare(load([args.compare]), records) if args.compare else tables(records))
     if args.plot:
         plot(records, args.plot)
     if args.bars:
-        text, met = bars(records, args.impl)
+        from benchmarks import bars
+
+        text, met = bars.table(Results(records), args.impl)
         print("\n" + text)
         return int(not met)
     return 0

@@ -4,11 +4,16 @@ Everything is compiled first, in threads; then, case by case, each implementatio
 a float32 reference on the very inputs that it is timed with, and those that are right are timed in
 turn. What is absent, refuses a case, fails or is wrong stays in the results as one line. Results
 are JSON lines, each complete in itself; `python -m benchmarks.report` makes tables of them.
+
+    python -m benchmarks.run --suite forward --mode fwd
+    python -m benchmarks.run --suite backward --mode bwd --impl ours:mosaic_gpu,cudnn,fa3
+    python -m benchmarks.run --suite dense,startup --filter "D128|documents" --quick
 """
 
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import re
@@ -26,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 
 import jax
 
-from benchmarks import check, impls, report, suites, timing
+from benchmarks import check, impls, report, startup, suites, timing
 
 RESULTS = Path(__file__).parent / "results"
 QUICK_BUDGET_S, BUDGET_S = 170.0, 24 * 3600.0
@@ -35,15 +40,22 @@ COMPILE_SHARE = 0.6  # of the budget; what is not compiled by then is not timed
 
 def parse(argv):
     """Reads the command line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
     def split(text):
         return [part for part in text.split(",") if part]
 
-    parser.add_argument("--suite", type=split, default=["dense"], help=", ".join(suites.SUITES))
-    parser.add_argument("--impl", type=split, default=split(impls.DEFAULT), help=impls.DEFAULT)
+    known = [*suites.SUITES, *suites.GROUPS]
+    parser.add_argument("--suite", type=split, default=["dense"], help=", ".join(known))
+    told = f"default {impls.DEFAULT}; known are {', '.join(impls.FACTORIES)}"
+    parser.add_argument("--impl", type=split, default=split(impls.DEFAULT), help=told)
     parser.add_argument("--mode", type=split, default=["fwd", "bwd"], help="fwd,bwd")
-    parser.add_argument("--filter", default="", help="only cases whose name holds this")
+    told = "only cases whose name holds this, or one of several with | between"
+    parser.add_argument("--filter", default="", help=told)
     parser.add_argument("--quick", action="store_true", help="fewer, shorter repeats; 3 minutes")
     parser.add_argument("--budget", type=float, help="seconds after which no case is started")
     parser.add_argument("--repeats", type=int, help="rounds in which all take turns")
@@ -133,19 +145,38 @@ def jobs_of(args, cases, present):
     for case in cases:
         for mode in case.modes:
             if mode == "tables":
-                chosen = [i for i in present if i.ours and not i.name.endswith(":unplanned")]
+                chosen = [i for i in present if i.ours and "unplanned" not in i.name.split(":")]
+            elif mode == "startup" or mode in args.mode:
+                chosen = present
             else:
-                chosen = present if mode in args.mode else []
+                chosen = []
             jobs += [(case, mode, impl) for impl in chosen]
     return jobs
 
 
-def compile_all(jobs, workers, deadline):
+def start_up(jobs, refusals, writer):
+    """Measures first calls, one after the other, while nothing else runs."""
+    for case, mode, impl in jobs:
+        reason = refusals[case, impl]
+        fields = {"failed": f"unsupported: {reason}"} if reason else {}
+        try:
+            fields = fields or startup.measure(impl, case)
+        except Exception as error:
+            fields = {"failed": timing.one_line(error)}
+        writer.add(case, mode, impl, **fields)
+
+
+def compile_all(jobs, refusals, workers, deadline):
     """Compiles all jobs in threads; returns Programs in the order of the jobs."""
     pool = ThreadPoolExecutor(workers)
     futures: list[timing.Programs | Future] = []
+    rows: dict[suites.Case, set[str]] = {}
+    for case, mode, _ in jobs:
+        rows.setdefault(case, set()).add(mode)
+    for case, modes in rows.items():
+        pool.submit(check.compile_ahead, case, modes)
     for case, mode, impl in jobs:
-        reason = impl.unsupported(case)
+        reason = refusals[case, impl]
         if reason:
             futures.append(timing.Programs(failed=f"unsupported: {reason}"))
         else:
@@ -181,7 +212,7 @@ class Row:
         """Checks one implementation and returns what to time and its errors.
 
         Returns:
-            {label: function without arguments} and {result: relative error}.
+            {label: timing.Timed} and the two of check.Reference.errors.
 
         Raises:
             RuntimeError: With one line, if it is too large or wrong.
@@ -194,18 +225,22 @@ class Row:
         operands = run["prepare"](self.raw)
         if mode == "bwd":
             out, pullback = run["vjp"](q, k, v, operands)
-            dq, dk, dv = run["bwd"](pullback, dout)
-            results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
-            calls = {"bwd": lambda: run["bwd"](pullback, dout)}
+            given = (dout, pullback)
+            results = dict(zip(("dq", "dk", "dv"), run["bwd"](*given), strict=True)) | {"out": out}
         else:
-            results = {"out": run["fwd"](q, k, v, operands)}
-            calls = {"fwd": lambda: run["fwd"](q, k, v, operands)}
+            given = (q, k, v, operands)
+            results = {"out": run["fwd"](*given)}
+        one = run["bwd" if mode == "bwd" else "fwd"]
+        many = functools.partial(run["looped"], *given) if "looped" in run else None
+        timed = timing.Timed(functools.partial(one, *given), many, programs.inner)
+        calls = {"bwd" if mode == "bwd" else "fwd": timed}
         if mode == "tables":
-            many = jax.tree.map(lambda x: jax.numpy.stack([x] * timing.PLANS_IN_ONE_CALL), self.raw)
-            calls["plan_many"] = lambda: run["plan_many"](many)
-            calls["plan_and_forward"] = lambda: run["plan_and_forward"](q, k, v, self.raw)
+            raws = jax.tree.map(lambda x: jax.numpy.stack([x] * timing.PLANS_IN_ONE_CALL), self.raw)
+            calls["plan_many"] = timing.Timed(lambda: run["plan_many"](raws))
+            both = run["plan_and_forward"]
+            calls["plan_and_forward"] = timing.Timed(lambda: both(q, k, v, self.raw))
         errors = self.expected.errors(**results)
-        reason = self.expected.objection(errors)
+        reason = self.expected.objection(errors[0])
         if reason:
             raise RuntimeError(reason)
         return calls, errors
@@ -241,8 +276,10 @@ class Row:
         broken = [t for t in timings.values() if isinstance(t, Exception)]
         if broken:
             return {"failed": timing.one_line(broken[0])}
+        relative, absolute = ({n: float(f"{e:.3g}") for n, e in of.items()} for of in errors)
         fields = {
-            "errors": {name: float(f"{e:.3g}") for name, e in errors.items()},
+            "errors": relative,
+            "max_abs": absolute,
             "lower_s": round(programs.lower_s, 3),
             "compile_s": round(programs.compile_s, 3),
         }
@@ -264,7 +301,7 @@ def run_case(case, rows, args, writer):
     raw = impls.raw_operands(case)
     try:
         inputs = jax.block_until_ready(check.make_inputs(case.shape))
-        expected = check.Reference(case, inputs, raw)
+        expected = check.Reference(case, inputs, raw, gradients="bwd" in rows)
     except Exception as error:
         for mode, pairs in rows.items():
             for impl, _ in pairs:
@@ -273,6 +310,24 @@ def run_case(case, rows, args, writer):
     row = Row(case, inputs, raw, expected)
     for mode, pairs in rows.items():
         row.time(mode, pairs, args, writer)
+
+
+def time_all(cases, jobs, programs, args, writer, start):
+    """Runs the cases one after the other, until the budget is spent or the device lost."""
+    for case in cases:
+        rows = {}
+        for (c, mode, impl), compiled in zip(jobs, programs, strict=True):
+            if c is case:
+                rows.setdefault(mode, []).append((impl, compiled))
+        if time.perf_counter() - start > args.budget or (rows and device_is_lost()):
+            late = time.perf_counter() - start > args.budget
+            why = "not run: the budget was spent" if late else "not run: the device was lost"
+            for mode, pairs in rows.items():
+                for impl, _ in pairs:
+                    writer.add(case, mode, impl, failed=why)
+            continue
+        if rows:
+            run_case(case, rows, args, writer)
 
 
 def main(argv=None):
@@ -295,24 +350,15 @@ def main(argv=None):
     for case, mode, impl in jobs_of(args, cases, [i for i in wanted if reasons[i]]):
         writer.add(case, mode, impl, quiet=True, failed=f"absent: {reasons[impl]}")
     jobs = jobs_of(args, cases, [i for i in wanted if not reasons[i]])
-    programs = compile_all(jobs, args.workers, start + args.budget * COMPILE_SHARE)
+    refusals = {(case, impl): impl.unsupported(case) for case, _, impl in jobs}
+    start_up([job for job in jobs if job[1] == "startup"], refusals, writer)
+    jobs = [job for job in jobs if job[1] != "startup"]
+    programs = compile_all(jobs, refusals, args.workers, start + args.budget * COMPILE_SHARE)
     print(f"{len(jobs)} programs compiled at {time.perf_counter() - start:.0f} s", flush=True)
-    for case in cases:
-        rows = {}
-        for (c, mode, impl), compiled in zip(jobs, programs, strict=True):
-            if c is case:
-                rows.setdefault(mode, []).append((impl, compiled))
-        if time.perf_counter() - start > args.budget or (rows and device_is_lost()):
-            late = time.perf_counter() - start > args.budget
-            why = "not run: the budget was spent" if late else "not run: the device was lost"
-            for mode, pairs in rows.items():
-                for impl, _ in pairs:
-                    writer.add(case, mode, impl, failed=why)
-            continue
-        run_case(case, rows, args, writer)
+    time_all(cases, jobs, programs, args, writer, start)
     print("\n" + report.tables(writer.records), flush=True)
     written = sorted({str(writer.path(case.suite)) for case in cases})
-    print(f"\nwrote {' '.join(written)}", flush=True)
+    print(f"\nat {time.perf_counter() - start:.0f} s wrote {' '.join(written)}", flush=True)
     bad = [r for r in writer.records if r["ours"] and r["failed"]]
     return int(any(not r["failed"].startswith(("absent", "unsupported")) for r in bad))
 

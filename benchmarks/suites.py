@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 KINDS = ("full", "causal", "window", "documents")
-MODES = ("fwd", "bwd", "tables")
+MODES = ("fwd", "bwd", "tables", "startup")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Case:
         dims = f"D{s.head_dim}" if s.v_dim == s.head_dim else f"D{s.head_dim}/{s.v_dim}"
         heads = f"h{s.q_heads}" if s.kv_heads == s.q_heads else f"h{s.q_heads}/{s.kv_heads}"
         length = f"{s.q_len // 1024}k" if s.q_len % 1024 == 0 else str(s.q_len)
-        return f"{dims} {heads} {s.batch}x{length} {self.mask.label}"
+        dtype = {"bfloat16": "", "float16": " fp16"}.get(s.dtype, "")
+        return f"{dims} {heads} {s.batch}x{length} {self.mask.label}{dtype}"
 
 
 def visible_pairs(shape, mask):
@@ -122,8 +123,7 @@ def flops(case, mode):
     per_pair = {
         "fwd": 2 * (s.head_dim + s.v_dim),
         "bwd": 2 * (3 * s.head_dim + 2 * s.v_dim),
-        "tables": 0,
-    }[mode]
+    }.get(mode, 0)
     return per_pair * s.q_heads * visible_pairs(s, case.mask)
 
 
@@ -189,6 +189,26 @@ def short():
     return [_case("short", n, d, m) for d, m, n in grid]
 
 
+def long():
+    """64k tokens without a mask, where errors of the sums would show."""
+    grid = [(d, FULL) for d in (64, 128, 256)] + [(128, CAUSAL)]
+    cases = [_case("long", 65536, d, m, heads=(512 // d,) * 2) for d, m in grid]
+    return [replace(case, modes=("fwd",)) for case in cases]
+
+
+def half():
+    """float16, which jax's own Hopper kernel takes alone."""
+    grid = [(d, m) for d in (64, 128) for m in (FULL, CAUSAL)]
+    cases = [_case("half", 4096, d, m) for d, m in grid]
+    return [replace(case, shape=replace(case.shape, dtype="float16")) for case in cases]
+
+
+def startup():
+    """First calls, in seconds; the host's share of later ones; what other documents compile."""
+    shapes = ((4224, CAUSAL), (32768, DOCUMENTS))  # the first one's length is no other suite's
+    return [replace(_case("startup", n, 128, m), modes=("startup",)) for n, m in shapes]
+
+
 def tables():
     """Building every block table of a row of documents, against one layer's forward."""
     return [replace(_case("tables", 32768, 128, DOCUMENTS), modes=("tables",))]
@@ -204,26 +224,49 @@ def tiny():
     return [*cases, replace(packed, modes=MODES), Case("tiny", grouped, CAUSAL)]
 
 
-SUITES = {f.__name__: f for f in (dense, windows, documents, gqa, odd, short, tables, tiny)}
+SUITES = {
+    f.__name__: f
+    for f in (
+        *(dense, windows, documents, gqa, odd, short, long, half, tables, startup),
+        tiny,
+    )
+}
+GROUPS = {
+    "masks": ("windows", "documents"),
+    "forward": ("dense", "short", "windows", "documents", "gqa", "odd", "long"),
+    "backward": ("dense", "windows", "documents", "gqa"),
+}
+
+
+def expand(names):
+    """Returns suite names with those of GROUPS written out.
+
+    Raises:
+        ValueError: For a name that is neither.
+    """
+    expanded = []
+    for name in names:
+        if name not in SUITES and name not in GROUPS:
+            raise ValueError(f"suite {name!r} must be one of {', '.join([*SUITES, *GROUPS])}")
+        expanded += GROUPS.get(name, (name,))
+    return expanded
 
 
 def select(names, contains=""):
     """Returns the cases of the named suites, each piece of work once.
 
     Args:
-        names: Suite names, in the order to run them.
-        contains: Keeps only cases whose name holds this text.
+        names: Names of SUITES or GROUPS, in the order to run them.
+        contains: Keeps only cases whose name holds one of these texts, "|" between them.
 
     Raises:
-        ValueError: For a name that is no suite.
+        ValueError: For a name that is neither.
     """
-    chosen, seen = [], set()
-    for name in names:
-        if name not in SUITES:
-            raise ValueError(f"suite {name!r} must be one of {', '.join(SUITES)}")
+    chosen, seen, texts = [], set(), contains.split("|")
+    for name in expand(names):
         for case in SUITES[name]():
             key = (case.shape, case.mask, case.modes)
-            if contains in case.name and key not in seen:
+            if any(text in case.name for text in texts) and key not in seen:
                 seen.add(key)
                 chosen.append(case)
     return chosen

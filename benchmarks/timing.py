@@ -4,6 +4,9 @@ A timed loop issues its calls without waiting and blocks once at its end, so tha
 call is hidden as it is in a training step. All implementations of a case take turns, a few times
 over, in one process: a card drifts by several per cent with its temperature, so only ratios
 inside one run mean anything.
+
+Where a call takes the device no longer than the host, several calls are one program, a loop that
+XLA runs without the host. It adds about 2 us a call, for the loop's counter.
 """
 
 import time
@@ -16,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import impls
+from benchmarks import impls, suites
 
 PLANS_IN_ONE_CALL = 16
+# Calls that would take less than SHORT_S at RATE FLOP/s are looped until they take 2 ms.
+SHORT_S, RATE, MOST_IN_ONE_CALL = 0.5e-3, 600e12, 32
 
 
 @dataclass
@@ -26,13 +31,16 @@ class Programs:
     """Compiled executables of one implementation, case and mode.
 
     Attributes:
-        calls: Executables by name: "prepare", "fwd", "vjp", "bwd", or those of the mode "tables".
+        calls: Executables by name: "prepare", "fwd", "vjp", "bwd", "looped", or those of the mode
+            "tables".
+        inner: How many calls "looped" makes.
         lower_s: Seconds to trace and lower them.
         compile_s: Seconds to compile them.
         failed: One line, if it did not come to that.
     """
 
     calls: dict[str, Any] = field(default_factory=dict)
+    inner: int = 1
     lower_s: float = 0.0
     compile_s: float = 0.0
     failed: str | None = None
@@ -53,13 +61,44 @@ def as_specs(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def compile_programs(impl, case, mode):
+def inner_calls(case, mode):
+    """Returns how many calls of a case make one program."""
+    seconds = suites.flops(case, mode) / RATE
+    if mode == "tables" or seconds >= SHORT_S or jax.default_backend() != "gpu":
+        return 1
+    return int(np.clip(2e-3 / seconds, 2, MOST_IN_ONE_CALL))
+
+
+def looped(function, count):
+    """Returns a function that calls another one `count` times, on the same arguments.
+
+    The barrier ties the arguments to what the call before gave, so that nothing can be left out or
+    moved before the loop; results are carried whole, so that their last casts are made.
+    """
+
+    def run(*args):
+        def body(_, results):
+            held, _ = lax.optimization_barrier((args, results))
+            return function(*held)
+
+        like = jax.eval_shape(function, *args)
+        results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.fori_loop(np.int32(0), np.int32(count), body, results)
+
+    return run
+
+
+def compile_programs(impl, case, mode, inner=None):
     """Compiles what one measurement needs; nothing runs on the device, and nothing is raised.
 
     The backward is made from jax.vjp's function, which one executable returns and another takes,
     so it can be timed without the forward.
+
+    Args:
+        impl, case, mode: What is measured.
+        inner: Calls in one timed program; None is `inner_calls`.
     """
-    programs = Programs()
+    programs = Programs(inner=inner or inner_calls(case, mode))
     try:
         dtype = jnp.dtype(case.shape.dtype)
 
@@ -76,11 +115,17 @@ def compile_programs(impl, case, mode):
         def with_vjp(q, k, v, operands):
             return jax.vjp(lambda q, k, v: forward(q, k, v, operands), q, k, v)
 
+        def backward(dout, pullback):
+            return pullback(dout)
+
         if mode == "bwd":
             _, pullback = programs.add("vjp", with_vjp, *qkv, operands)
-            programs.add("bwd", lambda vjp, dout: vjp(dout), pullback, spec(case.shape.out))
+            timed, given = backward, (spec(case.shape.out), pullback)
         else:
-            programs.add("fwd", forward, *qkv, operands)
+            timed, given = forward, (*qkv, operands)
+        programs.add("bwd" if mode == "bwd" else "fwd", timed, *given)
+        if programs.inner > 1:
+            programs.add("looped", looped(timed, programs.inner), *given)
         if mode == "tables":
             _compile_tables(programs, impl, case, qkv, raw)
     except Exception as error:
@@ -122,11 +167,27 @@ def too_large(executables):
         return None
     need = {name: m.output_size_in_bytes + m.temp_size_in_bytes for name, m in memory.items()}
     if "bwd" in need:
-        need["bwd"] += memory["vjp"].output_size_in_bytes
+        for name in need.keys() & {"bwd", "looped"}:
+            need[name] += memory["vjp"].output_size_in_bytes
     most, free = max(need.values()), stats["bytes_limit"] - stats["bytes_in_use"]
     if most > free:
         return f"out of memory: needs {most / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
     return None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Something to be timed.
+
+    Attributes:
+        one: Issues one call and returns its result.
+        many: Issues `inner` calls at once; None where `one` is all there is.
+        inner: How many.
+    """
+
+    one: Callable[[], Any]
+    many: Callable[[], Any] | None = None
+    inner: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,6 +197,7 @@ class Timing:
     repeats: tuple[float, ...]
     host: tuple[float, ...]
     calls: int
+    inner: int = 1
 
     def as_record(self):
         """Returns the fields of a result: milliseconds, their spread, host microseconds."""
@@ -148,9 +210,9 @@ class Timing:
             "ms_max": round(float(ms.max()), 5),
             "spread": round(float(ms.max() - ms.min()) / middle, 4),
             "repeats": len(self.repeats),
-            "calls": self.calls,
+            "calls": self.calls * self.inner,
             "host_us": round(host, 1),
-            "host_bound": host > 0.9e3 * middle,
+            "host_bound": host > 0.9e3 * middle * self.inner,
         }
 
 
@@ -172,42 +234,48 @@ def _dispatch(call, count):
     return seconds
 
 
-def measure(calls: dict[str, Callable], repeats: int, seconds: float):
+def measure(calls: dict[Any, Timed], repeats: int, seconds: float):
     """Times several functions in turn.
 
     Args:
-        calls: Functions without arguments, each issuing one call and returning its result.
-        repeats: Rounds; each starts with another function.
+        calls: What to time, by name.
+        repeats: Rounds; each starts with another function. A function whose single call takes
+            longer than four rounds has part in the first one alone.
         seconds: About how long one function runs in one round.
 
     Returns:
         A Timing by name, or the exception that ended that function's part.
     """
-    counts, results, host, failed = {}, {}, {}, {}
+    counts, results, host, failed, rounds = {}, {}, {}, {}, {}
 
-    def attempt(name, function, *arguments):
+    def attempt(name, function, call, count):
         try:
-            return function(calls[name], *arguments)
+            return function(call, count)
         except Exception as error:
             failed[name] = error
             return None
 
-    for name in calls:
-        attempt(name, _loop, 2)  # warm-up: module load, autotuning, first allocations
-        one = attempt(name, _loop, 1)
-        counts[name] = int(np.clip(seconds / max(one or 1.0, 1e-6), 1, 200))
+    for name, timed in calls.items():
+        many = timed.many or timed.one
+        attempt(name, _dispatch, timed.one, 1)  # warm-up: module load, first allocations
+        attempt(name, _loop, many, 1)
+        one = attempt(name, _loop, many, 1) or 1.0
+        counts[name] = int(np.clip(seconds / max(one, 1e-6), 1, 200))
+        rounds[name] = repeats if one <= max(4 * seconds, SHORT_S) else 1
         results[name], host[name] = [], []
     for turn in range(repeats):
         first = turn % max(1, len(calls))
         for name in [*calls][first:] + [*calls][:first]:
-            if name in failed:
+            if name in failed or turn >= rounds[name]:
                 continue
-            took = attempt(name, _loop, counts[name])
-            dispatched = attempt(name, _dispatch, min(8, counts[name]))
-            if name not in failed:
-                results[name].append(took)
+            timed = calls[name]
+            took = attempt(name, _loop, timed.many or timed.one, counts[name])
+            dispatched = attempt(name, _dispatch, timed.one, min(8, counts[name] * timed.inner))
+            if took is not None and dispatched is not None:
+                results[name].append(took / timed.inner)
                 host[name].append(dispatched)
     return {
-        name: failed.get(name) or Timing(tuple(results[name]), tuple(host[name]), counts[name])
-        for name in calls
+        name: failed.get(name)
+        or Timing(tuple(results[name]), tuple(host[name]), counts[name], timed.inner)
+        for name, timed in calls.items()
     }

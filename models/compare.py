@@ -11,9 +11,20 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_attn import backends
+
 from . import data
 from .runs import RunConfig, plot
-from .trainer import Trainer, progress_bar, show
+from .trainer import ATTENTIONS, Trainer, progress_bar, show
+
+# What `compare` takes: an attention, or ours on a backend by its name.
+CHOICES = (*ATTENTIONS, *(f"pallas_attn:{name}" for name in backends.ALL))
+
+
+def named(config: RunConfig) -> str:
+    """The attention of a run, with its backend if it is asked for by name."""
+    ours = config.attention == "pallas_attn" and config.backend
+    return f"{config.attention}:{config.backend}" if ours else config.attention
 
 
 def train_curve(
@@ -40,7 +51,7 @@ def train_curve(
     bar.close()
     warm, tail = records[1:] or records, records[-max(len(records) // 10, 1) :]
     return {
-        "attention": config.attention,
+        "attention": named(config),
         "remat": config.remat,
         "records": records,
         "loss": statistics.fmean(record["loss"] for record in tail),
@@ -59,8 +70,8 @@ def compare(
     its reason in the place of figures.
 
     Args:
-        config: Of each run but for `attention`.
-        attentions: From ATTENTIONS.
+        config: Of each run but for `attention` and, where that names one, `backend`.
+        attentions: From CHOICES.
         folder: Where compare.jsonl and compare.png go.
         mesh: As `Trainer` takes it.
 
@@ -70,7 +81,8 @@ def compare(
     documents = data.read_corpus()
     results = []
     for attention in attentions:
-        one = dataclasses.replace(config, attention=attention)
+        name, _, backend = attention.partition(":")
+        one = dataclasses.replace(config, attention=name, backend=backend or config.backend)
         result = _try_curve(one, documents, mesh)
         if "RESOURCE_EXHAUSTED" in result.get("error", "") and config.remat != "full":
             result = _try_curve(dataclasses.replace(one, remat="full"), documents, mesh)
@@ -83,12 +95,12 @@ def _try_curve(
     config: RunConfig, documents: list[data.Document], mesh: Mesh | None
 ) -> dict[str, Any]:
     """`train_curve`, or why it could not run."""
-    print(f"{config.attention}, remat {config.remat}", flush=True)
+    print(f"{named(config)}, remat {config.remat}", flush=True)
     try:
         return train_curve(config, documents, mesh=mesh)
     except (NotImplementedError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
-        return {"attention": config.attention, "remat": config.remat, "error": reason}
+        return {"attention": named(config), "remat": config.remat, "error": reason}
     finally:
         gc.collect()  # frees the trainer's device memory before the next one asks for it
 
@@ -100,9 +112,9 @@ def report(results: list[dict[str, Any]], folder: Path) -> None:
     (folder / "compare.jsonl").write_text("".join(lines))
     done = [result for result in results if "error" not in result]
     plot({result["attention"]: result["records"] for result in done}, folder / "compare.png")
-    print(f"{'attention':<14}{'remat':<16}{'tokens/s':>12}{'MFU':>8}{'loss':>9}{'held out':>10}")
+    print(f"{'attention':<24}{'remat':<16}{'tokens/s':>12}{'MFU':>8}{'loss':>9}{'held out':>10}")
     for result in results:
-        start = f"{result['attention']:<14}{result['remat']:<16}"
+        start = f"{result['attention']:<24}{result['remat']:<16}"
         if "error" in result:
             print(start + result["error"])
             continue

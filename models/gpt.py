@@ -2,7 +2,8 @@
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU, RMSNorm, no biases,
 the output head not tied to the embedding. A layer sees either all that came before (L) or a
-sliding window of it (S); every mask also keeps documents packed into one row apart. The masks are
+sliding window of it (S), and both keep documents packed into one row apart; plain causal layers (C)
+do not, and are there to be measured against attention that knows no documents. The masks are
 planned once a step, one for each distinct window, and shared by the layers:
 
     masks = plan_masks(config, segment_ids)
@@ -67,15 +68,15 @@ class AttentionConfig:
     q_heads: int = 4
     kv_heads: int = 2  # divides q_heads
     head_dim: int = 48  # even, for the rotary pairs
-    window_pattern: str = "SSSL"  # one letter a layer, repeated: S a window, L all before
+    window_pattern: str = "SSSL"  # one letter a layer, repeated: S a window, L all before, C causal
     window: int = 64  # keys that an S layer sees besides a token itself
     qk_norm: bool = True  # RMSNorm of q and k before they are rotated
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     sinks: bool = False  # one learned logit a head in the softmax's denominator
 
     def __post_init__(self):
-        if not self.window_pattern or not set(self.window_pattern) <= {"S", "L"}:
-            raise ValueError(f"{self.window_pattern=} must be made of the letters S and L")
+        if not self.window_pattern or not set(self.window_pattern) <= {"S", "L", "C"}:
+            raise ValueError(f"{self.window_pattern=} must be made of the letters S, L and C")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,11 @@ def layer_masks(config: GPTConfig, segment_ids: jax.Array) -> dict[str, Any]:
         segment_ids: int32 [batch, len]; tokens see their own document only, negative is padding.
 
     Returns:
-        {"L": ..., "S": ...}, or one of the two.
+        {"L": ..., "S": ..., "C": ...}, those that there are.
     """
     packed = pa.Causal() & pa.Document(segment_ids)
     window = pa.SlidingWindow(config.attention.window, None)
-    known = {"L": packed, "S": packed & window}
+    known = {"L": packed, "S": packed & window, "C": pa.Causal()}
     return {letter: known[letter] for letter in config.letters}
 
 
@@ -340,7 +341,9 @@ def train_flops(config: GPTConfig, positions: np.ndarray, segment_ids: np.ndarra
         The count; a float, since it passes 2**53 only where its last digits mean nothing.
     """
     keys = positions[segment_ids >= 0].astype(np.int64) + 1  # that each token sees in an L layer
-    seen = {"L": keys.sum(), "S": np.minimum(keys, config.attention.window + 1).sum()}
+    before = np.nonzero(segment_ids >= 0)[-1].astype(np.int64) + 1  # and in a C layer
+    short = np.minimum(keys, config.attention.window + 1)
+    seen = {"L": keys.sum(), "S": short.sum(), "C": before.sum()}
     pairs = sum(int(seen[config.letter(layer)]) for layer in range(config.layers))
     per_pair = 12 * config.attention.q_heads * config.attention.head_dim
     return 6.0 * matmul_params(config) * len(keys) + float(per_pair * pairs)

@@ -15,38 +15,41 @@ from .gpt import AttentionFn, GPTConfig
 IMPLEMENTATIONS: dict[str, Literal["xla", "cudnn"]] = {"jax_xla": "xla", "jax_cudnn": "cudnn"}
 
 
-def dense_masks(config: GPTConfig, segment_ids: jax.Array) -> dict[str, jax.Array]:
-    """Writes the model's masks as bool arrays.
+def dense_masks(config: GPTConfig, segment_ids: jax.Array) -> dict[str, jax.Array | None]:
+    """Writes the model's masks as bool arrays; plain causal layers need none.
 
     Args:
         config: Of the model.
         segment_ids: int32 [batch, len]; tokens see their own document only, negative is padding.
 
     Returns:
-        bool [batch, 1, len, len], True = attend, for each letter that the layers use.
+        bool [batch, 1, len, len], True = attend, for each letter that the layers use; None for C.
     """
     index = jnp.arange(segment_ids.shape[-1], dtype=jnp.int32)
     distance = (index[:, None] - index[None, :])[None]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     packed = same & (segment_ids >= 0)[:, :, None] & (distance >= 0)
     known = {"L": packed, "S": packed & (distance <= config.attention.window)}
-    return {letter: known[letter][:, None] for letter in config.letters}
+    return {x: None if x == "C" else known[x][:, None] for x in config.letters}
 
 
 def _jax_nn(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None,
     *,
     implementation: Literal["xla", "cudnn"],
     **options: Any,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`, called as `pa.mha` is."""
+    """`jax.nn.dot_product_attention`, called as `pa.mha` is; without a mask it is causal."""
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(f"jax.nn.dot_product_attention has no {name}")
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+    causal = mask is None
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=causal, implementation=implementation
+    )
 
 
 def attention_fn(name: str) -> AttentionFn:

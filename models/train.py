@@ -1,7 +1,8 @@
 """Trains the transformer on packed Python source: `python -m models.train --out runs/cpu`.
 
 python -m models.train --preset h200 --out runs/h200 --backend triton
-python -m models.train --preset h200 --compare pallas_attn jax_cudnn jax_xla --steps 300
+python -m models.train --preset h200 --compare pallas_attn:mosaic_gpu pallas_attn:triton jax_cudnn
+python -m models.train --preset h200 --compare pallas_attn jax_cudnn --window-pattern C --steps 60
 python -m models.train --mesh data=2,fsdp=2,heads=2 --preset h200 --out runs/eight
 """
 
@@ -17,11 +18,11 @@ import jax
 from jax.sharding import Mesh
 
 from . import data
-from .compare import compare
+from .compare import CHOICES, compare
 from .gpt import AttentionConfig, GPTConfig
 from .runs import BatchConfig, OptimConfig, Run, RunConfig, plot
 from .sample import generate
-from .trainer import ATTENTIONS, Trainer, make_mesh, progress_bar, show
+from .trainer import Trainer, make_mesh, progress_bar, show
 
 PRESETS = {
     # 1.7M weights, 1,024 tokens a step: minutes on two CPU cores.
@@ -135,7 +136,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, R
     parser.add_argument("--stop-at", type=int, help="a step to stop before")
     parser.add_argument("--eval-every", type=int, default=100, help="steps, and a checkpoint")
     parser.add_argument("--mesh", default="", help="data=2,fsdp=2,heads=2; data takes what is left")
-    parser.add_argument("--compare", nargs="+", choices=ATTENTIONS, help="measure these instead")
+    parser.add_argument("--compare", nargs="+", choices=CHOICES, help="measure these instead")
     fields = parser.add_argument_group("in the place of the preset's")
     for cls in (RunConfig, BatchConfig, OptimConfig, GPTConfig, AttentionConfig):
         config_options(fields, cls, skip=("vocab_size",))

@@ -48,9 +48,24 @@ def is_traced(tree) -> bool:
 
 @contextlib.contextmanager
 def interpret_context(detect_races: bool):
-    """Runs Mosaic kernels in JAX's GPU interpreter; jitted functions retrace on entry and exit."""
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
-        yield
+    """Runs Mosaic kernels in JAX's GPU interpreter; jitted functions retrace on entry and exit.
+
+    Yields:
+        the list to which races are added as text while kernels run.
+    """
+    # Imported where it is needed: it stands on private modules of JAX.
+    from pallas_attn import _mosaic_interpret
+
+    # A clock for each load or product under way; with too few of them races go unseen.
+    params = plgpu.InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=64)
+    with _mosaic_interpret.patched() as races, plgpu.force_gpu_interpret_mode(params):
+        yield races
+        jax.effects_barrier()
+
+
+def interpreter_event(name: str):
+    """Names what is traced inside for the interpreter's race detector; free on a GPU."""
+    return jax.named_scope(f"pallas_attn_{name}")
 
 
 @contextlib.contextmanager

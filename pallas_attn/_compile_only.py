@@ -68,13 +68,10 @@ def compile_all(root: pathlib.Path, jobs: dict[str, str], gpu: gpus.Gpu, ptxas: 
     """Has child processes compile each module, leaving PTX, logs and a status in root/NAME."""
     (root / "dump").mkdir()
     (root / "target.pbtxt").write_text(_target_config(gpu))
-    together, alone = [], []
     for name, module in jobs.items():
         (root / name).mkdir()
         (root / name / "module.mlir").write_text(module)
-        # A process dumps a Mosaic kernel that it has compiled before no second time.
-        (alone if "mosaic_gpu" in module else together).append(name)
-    for group in [together, *([name] for name in alone)]:
+    for group in _groups(jobs):
         while group:
             said = _run_child(root, group, ptxas)
             undone = [name for name in group if not (root / name / "status.json").exists()]
@@ -82,6 +79,22 @@ def compile_all(root: pathlib.Path, jobs: dict[str, str], gpu: gpus.Gpu, ptxas: 
                 status = {"error": f"the compiler {said}"}
                 (root / undone[0] / "status.json").write_text(json.dumps(status))
             group = undone[1:]
+
+
+def _groups(jobs: dict[str, str]) -> list[list[str]]:
+    """Parts jobs among processes, each of which dumps a Mosaic kernel only once."""
+    groups: list[tuple[list[str], set[str]]] = []
+    for name, module in jobs.items():
+        kernels = set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', module))
+        if "mosaic_gpu" in module and not kernels:
+            kernels = {"not told"}  # so they never share a process
+        fitting = (group for group in groups if not group[1] & kernels)
+        names, seen = next(fitting, ([], set()))
+        if not names:
+            groups.append((names, seen))
+        names.append(name)
+        seen |= kernels
+    return [names for names, _ in groups]
 
 
 def _run_child(root: pathlib.Path, names: list[str], ptxas: str) -> str:
@@ -93,7 +106,9 @@ def _run_child(root: pathlib.Path, names: list[str], ptxas: str) -> str:
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",  # the CUDA plugin is for compiling only, even where a GPU is
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # nothing runs, so cuDNN and cuBLAS may be absent
-        "MOSAIC_GPU_DUMP_TO": str(root / "dump"),
+        # To stdout, which the worker keeps apart: MOSAIC_GPU_DUMP_TO would write 100 MB a kernel.
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_HOST_LLVM": "1",
         "PATH": os.path.dirname(ptxas) + os.pathsep + os.environ.get("PATH", ""),
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "TF_CPP_VMODULE": "subprocess_compilation=5",  # logs which ptxas XLA runs, and its answer
@@ -108,7 +123,10 @@ def _run_child(root: pathlib.Path, names: list[str], ptxas: str) -> str:
     except subprocess.TimeoutExpired:
         return f"took longer than {limit} s"
     parts = re.split(r"^JOB (\d+)\n", run.stderr, flags=re.MULTILINE)
+    chosen = ""  # XLA tells its ptxas when a process first looks for it
     for name, log in zip(parts[1::2], parts[2::2], strict=True):
-        (root / name / "xla.log").write_text(log)
+        found = re.findall(r"^.*Using \S*ptxas\S* with version.*\n", log, flags=re.MULTILINE)
+        chosen = found[-1] if found else chosen
+        (root / name / "xla.log").write_text(chosen + log)
     tail = "\n".join(parts[-1].splitlines()[-20:])
     return f"ended with status {run.returncode}:\n{tail}"

@@ -12,6 +12,9 @@ import os
 import pathlib
 import re
 import subprocess
+from collections.abc import Iterator
+
+from pallas_attn import _sass_loops
 
 INSTALL_HINT = "pip install pallas_attn[sass]"
 
@@ -76,30 +79,85 @@ def occupancy(arch: Arch, registers: int, threads: int, smem: int) -> tuple[int,
     return most, " and ".join(name for name, blocks in fits.items() if blocks == most)
 
 
-def _tool_places() -> list[str]:
+def _tool_places() -> list[tuple[str, str]]:
+    """Folders to look in, the first first, and how each was come by."""
+    places = [(folder, "NVIDIA's wheel") for folder in _wheel_places()]
+    places += [(folder, "PATH") for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    for home in ("CUDA_HOME", "CUDA_PATH"):
+        if home in os.environ:
+            places.append((os.path.join(os.environ[home], "bin"), home))
+    toolkits = sorted(glob.glob("/usr/local/cuda*/bin"), reverse=True)
+    return places + [(folder, "CUDA toolkit") for folder in toolkits]
+
+
+def _wheel_places() -> list[str]:
     places = []
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or () if spec else ():
         places += sorted(glob.glob(os.path.join(root, "cu[0-9]*", "bin")), reverse=True)
         places += [os.path.join(root, name, "bin") for name in ("cuda_nvcc", "cuda_nvdisasm")]
-    places += os.environ.get("PATH", "").split(os.pathsep)
-    for home in ("CUDA_HOME", "CUDA_PATH"):
-        if home in os.environ:
-            places.append(os.path.join(os.environ[home], "bin"))
-    return places + sorted(glob.glob("/usr/local/cuda*/bin"), reverse=True)
+    return places
 
 
-def find_tool(name: str) -> str:
-    """The path of ptxas or nvdisasm: NVIDIA's wheels, then PATH, CUDA_HOME and /usr/local/cuda*.
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A CUDA tool: its path, how it was found ("NVIDIA's wheel", "PATH", ...), its version."""
+
+    path: str
+    source: str
+    version: str
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        """The version, to be compared."""
+        return tuple(map(int, re.findall(r"\d+", self.version)))
+
+    def __str__(self):
+        return f"{os.path.basename(self.path)} {self.version} ({self.source}: {self.path})"
+
+
+def _tools(name: str) -> Iterator[Tool]:
+    for place, source in _tool_places():
+        path = os.path.join(place, name)
+        if place and os.access(path, os.X_OK):
+            yield Tool(path, source, tool_version(path))
+
+
+def find_tool(name: str, wanted: str | None = None) -> Tool:
+    """Finds ptxas or nvdisasm: NVIDIA's wheels, then PATH, CUDA_HOME and /usr/local/cuda*.
+
+    Args:
+        name: the tool.
+        wanted: the version that it must be of, such as "12.9", or a path: the tool or its folder.
 
     Raises:
         MissingToolsError: when it is in none of them.
     """
-    for place in _tool_places():
-        path = os.path.join(place, name)
-        if place and os.access(path, os.X_OK):
-            return path
-    raise MissingToolsError(f"{name}: not found in NVIDIA's wheels or on PATH; {INSTALL_HINT}")
+    if wanted is not None and os.sep in wanted:
+        path = os.path.join(wanted, name) if os.path.isdir(wanted) else wanted
+        if os.path.basename(path) != name or not os.access(path, os.X_OK):
+            raise MissingToolsError(f"{name}: got {wanted!r}, expected a {name} or its folder")
+        return Tool(os.path.abspath(path), "given", tool_version(path))
+    seen = []
+    for tool in _tools(name):
+        if wanted is None or f"{tool.version}.".startswith(f"{wanted}."):
+            return tool
+        seen.append(tool.version)
+    found = f"version {wanted} not found, only {', '.join(seen)}" if seen else "not found"
+    raise MissingToolsError(f"{name}: {found} in NVIDIA's wheels or on PATH; {INSTALL_HINT}")
+
+
+def ptxas_of_mosaic() -> Tool | None:
+    """The ptxas that JAX's Mosaic GPU compiler takes on this machine.
+
+    It looks on PATH and in /usr/local/cuda before NVIDIA's wheels, where the rest of XLA looks
+    first (JAX 0.11.2 and 0.12).
+    """
+    tools = list(_tools("ptxas"))
+    on_path = [tool for tool in tools if tool.source == "PATH"]
+    installed = [tool for tool in tools if tool.path.startswith("/usr/local/cuda/")]
+    wheels = [tool for tool in tools if tool.source == "NVIDIA's wheel"]
+    return next(iter(on_path + installed + wheels), None)
 
 
 @functools.cache
@@ -151,7 +209,8 @@ def ptxas_warnings(log: str, kernel: str, kernels: list[str]) -> tuple[str, ...]
     """The warnings in a ptxas log that name `kernel`, or none of `kernels`."""
     lines = []
     for line in log.splitlines():
-        if not re.search(r"warning|performance loss|serializ", line, re.IGNORECASE):
+        said = re.sub(r"'.*?'", "", line)  # kernels may be named after anything
+        if not re.search(r"\bwarning :|performance loss|serializ", said, re.IGNORECASE):
             continue
         named = [name for name in kernels if re.search(rf"'{re.escape(name)}'", line)]
         text = line.strip()
@@ -183,24 +242,32 @@ def parse_ptx(text: str) -> list[PtxEntry]:
     return entries
 
 
-_SECTION = re.compile(r"\s*\.section\s+\.text\.([^\s,]+)")
-_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^\s,]+).*$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_TRADE = re.compile(r"\bUSETMAXREG\.(TRY_ALLOC|DEALLOC)\S*\s+(?:UP\w+,\s*)?(0x[0-9a-f]+)")
 
 
-def parse_sass(text: str) -> dict[str, dict[str, int]]:
-    """Counts the instructions of each function in the output of `nvdisasm -c`.
+def split_sass(text: str) -> dict[str, str]:
+    """The functions in the output of `nvdisasm -c`, by name."""
+    _, *parts = _SECTION.split(text)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
-    Returns:
-        By function: opcode with its modifiers ("HGMMA.64x128x16.F32.BF16") -> how many.
-    """
-    counts: dict[str, collections.Counter[str]] = {}
-    current: collections.Counter[str] = collections.Counter()
-    for line in text.splitlines():
-        if section := _SECTION.match(line):
-            current = counts.setdefault(section[1], collections.Counter())
-        elif instruction := _INSTRUCTION.match(line):
-            current[instruction[1]] += 1
-    return {name: dict(found) for name, found in counts.items()}
+
+def count_opcodes(code: str) -> dict[str, int]:
+    """Opcode with its modifiers ("HGMMA.64x128x16.F32.BF16") -> how many of a function's code."""
+    return dict(collections.Counter(_INSTRUCTION.findall(code)))
+
+
+def ignored_setmaxnreg(entry: PtxEntry, code: str) -> tuple[str, ...]:
+    """A sentence for each setmaxnreg of the PTX that is not in the function's code."""
+    found = {
+        ("dec" if kind == "DEALLOC" else "inc", int(count, 16))
+        for kind, count in _TRADE.findall(code)
+    }
+    missing = sorted(set(entry.setmaxnreg) - found)
+    return tuple(
+        f"setmaxnreg.{kind} {count} is ignored: not in the SASS" for kind, count in missing
+    )
 
 
 _THUNK = re.compile(
@@ -217,16 +284,31 @@ def parse_thunks(text: str) -> dict[str, tuple[tuple[int, ...], int]]:
     }
 
 
-def parse_mosaic_passes(text: str) -> tuple[tuple[int, ...] | None, int]:
-    """The same for a Mosaic kernel, which XLA's list does not describe, from its compiler's log."""
-    smem = re.search(r"mosaic_gpu\.smem_bytes = (\d+)", text)
-    grid = None
-    if launch := re.search(r"gpu\.launch[^\n]*?blocks\([^)]*\) in \(([^)]*)\)", text):
-        names = re.findall(r"=\s*(%\w+)", launch[1])
-        sizes = [re.search(rf"{name} = arith\.constant (\d+) : index", text) for name in names]
-        values = tuple(int(size[1]) for size in sizes if size)
-        grid = values if values and len(values) == len(names) else None
-    return grid, int(smem[1]) if smem else 0
+_LAUNCH = re.compile(
+    r"@mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]+, "  # JAX 0.11; 0.12
+    r"(?P<grid>(?:i32 [^,]+, ){3})(?:i32 [^,]+, ){6}"
+    r"i32 (?P<smem>\d+)"
+)
+
+
+def parse_mosaic(text: str) -> tuple[list[str], dict[str, tuple[tuple[int, ...] | None, int]]]:
+    """Reads what the Mosaic GPU compiler prints: PTX, and host code that launches it.
+
+    Returns:
+        (PTX of each kernel, by kernel name what `parse_thunks` gives, with None for a grid that is
+        not constant).
+    """
+    kernels, launches = [], {}
+    for part in re.split(r"^(?=//\n// Generated by LLVM NVPTX|; ModuleID = )", text, flags=re.M):
+        if part.startswith("//"):
+            kernels.append(part)
+            continue
+        name, call = re.search(r"^define \w+ @(\w+)\(", part, re.M), _LAUNCH.search(part)
+        if name and call:
+            sizes = re.findall(r"i32 (\d+),", call["grid"])
+            grid = tuple(map(int, sizes)) if len(sizes) == 3 else None
+            launches[f"{name[1]}_kernel"] = grid, int(call["smem"])
+    return kernels, launches
 
 
 def parse_xla_log(text: str) -> str:
@@ -236,25 +318,46 @@ def parse_xla_log(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Function:
+    """One kernel after ptxas and nvdisasm: its opcodes, and where it touches local memory."""
+
+    sass: dict[str, int]
+    spills: _sass_loops.Spills
+    warnings: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """One PTX file after ptxas and nvdisasm, or `error`, what ptxas said when it refused."""
 
     entries: list[PtxEntry]
     log: str
-    sass: dict[str, dict[str, int]]
+    functions: dict[str, Function]
     error: str | None = None
 
 
-def assemble(ptx: pathlib.Path, arch: str, ptxas: str, nvdisasm: str) -> Compiled:
+def assemble(ptx: pathlib.Path, arch: str, ptxas: Tool, nvdisasm: Tool) -> Compiled:
     """Runs ptxas with XLA's own options on a PTX file, and nvdisasm on the result."""
     entries = parse_ptx(ptx.read_text())
-    cubin = ptx.with_suffix(".inspected.cubin")
-    command = [ptxas, "-v", "--warn-on-spills", f"-arch={arch}", str(ptx), "-o", str(cubin)]
+    cubin = str(ptx.with_suffix(f".{ptxas.version}.cubin"))
+    command = [ptxas.path, "-v", "--warn-on-spills", f"-arch={arch}", str(ptx), "-o", cubin]
     run = subprocess.run(command, capture_output=True, text=True)
     log = run.stderr + run.stdout
     if run.returncode:
         return Compiled(entries, log, {}, error=log.strip())
-    run = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True)
+
+    run = subprocess.run([nvdisasm.path, "-c", cubin], capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"{nvdisasm} could not read what {ptxas} wrote: {run.stderr.strip()}")
-    return Compiled(entries, log, parse_sass(run.stdout))
+    code = split_sass(run.stdout)
+    names = [entry.name for entry in entries]
+    functions = {
+        entry.name: Function(
+            sass=count_opcodes(code[entry.name]),
+            spills=_sass_loops.spills(_sass_loops.graph_of(code[entry.name])),
+            warnings=ptxas_warnings(log, entry.name, names)
+            + ignored_setmaxnreg(entry, code[entry.name]),
+        )
+        for entry in entries
+    }
+    return Compiled(entries, log, functions)

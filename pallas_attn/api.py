@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_attn import backends, block_table, vjp
+from pallas_attn import backends, vjp
 from pallas_attn import gpu as gpus
 from pallas_attn.block_table import BlockTable
 from pallas_attn.call import Call
@@ -67,7 +67,8 @@ def mha(
         soft_cap: c > 0 for c·tanh(logits / c); None for no cap.
         sinks: [q_heads], a learned logit a head that joins the softmax's denominator with value 0.
         return_lse: also return the log of the softmax's denominator.
-        backend: "triton" or "xla" runs that one or raises; None takes the first that can.
+        backend: "mosaic_gpu", "triton" or "xla" runs that one or raises; None takes the first of
+            them that can.
         deterministic: ask for gradients that are bit-equal from run to run. Today's backends
             always are.
         tiles: the kernels' schedules; None for the backend's choice. Planned tables bring their
@@ -104,8 +105,7 @@ def mha(
     else:
         if table is None:
             candidates = backends.load(name).candidate_tiles(spec, expression, gpus.detect())
-            grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
-            table = block_table.build(expression, tiles or candidates[0], grid_of, name)
+            table = backends.build_table(name, expression, tiles or candidates[0], spec)
         backends.check_tiles(name, table.tiles, spec, given=mask is table or tiles is not None)
         call = Call(spec, table.tiles, name, is_active(), deterministic)
         out, lse = vjp.attend(call, q, k, v, bias, sinks, table)
@@ -189,6 +189,4 @@ def plan(
     spec = Spec.of(q, k, v)
     name = backends.choose(spec, expression, backend)
     candidates = backends.load(name).candidate_tiles(spec, expression, gpus.detect())
-    tiles = tiles or candidates[0]
-    grid_of = block_table.grid_for(batch, q_heads, q_len, kv_len)
-    return block_table.build(expression, tiles, grid_of, name)
+    return backends.build_table(name, expression, tiles or candidates[0], spec)

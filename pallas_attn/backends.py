@@ -1,24 +1,35 @@
 """The backends in order of preference, and the choice between them.
 
 A backend is a subpackage with five functions: `unsupported_reason`, `candidate_tiles`,
-`tiles_reason`, `run_forward` and `run_backward`; `xla/__init__.py` shows their arguments. To add
-one, write its folder and its line in `ALL`.
+`tiles_reason`, `run_forward` and `run_backward`; `xla/__init__.py` shows their arguments. A sixth,
+`build_table`, is for backends whose kernels need more than `block_table.build` makes. To add one,
+write its folder and its line in `ALL`.
 """
 
 import importlib
 
+from pallas_attn import block_table
 from pallas_attn import gpu as gpus
 from pallas_attn.gpu import Gpu
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import Tiles
 
 # First the fastest; "xla" takes everything, so a call without backend= always finds one.
-ALL = ("triton", "xla")
+ALL = ("mosaic_gpu", "triton", "xla")
 
 
 def load(name: str):
     """The backend's module, imported when first used."""
     return importlib.import_module(f"pallas_attn.{name}")
+
+
+def build_table(name: str, mask, tiles: Tiles, spec: Spec):
+    """The block tables of a mask for one backend's kernels; a backend may build its own."""
+    backend = load(name)
+    if hasattr(backend, "build_table"):
+        return backend.build_table(mask, tiles, spec)
+    grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
+    return block_table.build(mask, tiles, grid_of, name)
 
 
 def check_name(name: str | None) -> None:

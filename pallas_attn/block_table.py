@@ -88,6 +88,7 @@ class BlockTable:
     """A planned mask: the mask, and the blocks that the forward and backward kernels visit.
 
     Made by `plan`, passed as `mask=` to every layer of a step; a pytree, so it may cross jit.
+    `extra` holds what a backend adds for its own kernels.
     """
 
     mask: Mask
@@ -98,6 +99,7 @@ class BlockTable:
     q_len: int = dataclasses.field(metadata={"static": True})
     kv_len: int = dataclasses.field(metadata={"static": True})
     backend: str = dataclasses.field(metadata={"static": True})
+    extra: Any = None
 
     def check(self, batch: int, heads: int, q_len: int, kv_len: int) -> None:
         """Raises ValueError when the table was made for another problem."""

@@ -7,9 +7,9 @@ compiler through the compile-only CUDA plugin; ptxas and nvdisasm then run on th
 GPU, no driver and no cuDNN are needed. What is reported are registers, spills, shared memory,
 occupancy and instruction counts: nothing about speed, nor about right results.
 
-Traps: the numbers are those of one ptxas, named in every report. On a GPU machine XLA may take
-another one (it looks in NVIDIA's wheels, then on PATH) or link nvJitLink instead. Kernels that are
-to be told apart need names of their own.
+Traps: the numbers are those of one ptxas, named in every report; `--ptxas` takes another. On a GPU
+machine XLA may take another one (NVIDIA's wheels first; for Mosaic kernels PATH and /usr/local/cuda
+first) or link nvJitLink instead. Kernels that are to be told apart need names of their own.
 """
 
 import argparse
@@ -32,214 +32,99 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 import pallas_attn as pa
 from pallas_attn import _compile_only, _sass, backends
 from pallas_attn import gpu as gpus
+from pallas_attn._kernel_report import KernelReport, Launch, Occupancy, Ptxas, table
 from pallas_attn.masks import as_mask
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import KernelTiles
 
-# Opcodes worth a place in a printed report, in that order.
-# fmt: off
-_SHOWN = (
-    "HGMMA", "QGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDGSTS", "LDG", "STG", "RED",
-    "ATOMG", "LDSM", "STSM", "LDS", "STS", "LDL", "STL", "MUFU.EX2", "FFMA", "FMUL", "FADD",
-    "FMNMX", "SHFL", "BAR", "SYNCS", "WARPGROUP", "USETMAXREG",
-)
-# fmt: on
+__all__ = [
+    "CompileError",
+    "KernelReport",
+    "Launch",
+    "Occupancy",
+    "Ptxas",
+    "failures",
+    "lower",
+    "main",
+    "report",
+    "report_many",
+    "table",
+]
 
 
 class CompileError(RuntimeError):
     """XLA, Triton or ptxas refused the function, or the compiler died."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How a kernel is launched: thread blocks, threads of each, bytes of dynamic shared memory.
-
-    `grid` is None where the compiler does not tell.
-    """
-
-    grid: tuple[int, ...] | None
-    threads: int
-    dynamic_smem: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Occupancy:
-    """Thread blocks per multiprocessor, and what stops the next one."""
-
-    ctas_per_sm: int
-    limited_by: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Ptxas:
-    """Which ptxas spoke, what it warned of, and the version that XLA itself ran.
-
-    `xla_version` is "" where XLA's log does not tell.
-    """
-
-    path: str
-    version: str
-    xla_version: str
-    warnings: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelReport:
-    """What became of one kernel.
-
-    Attributes:
-        name: the kernel's name in the PTX.
-        backend: "triton" or "mosaic_gpu" for Pallas kernels, "xla" for what XLA adds.
-        arch: such as "sm_90a".
-        usage: registers per thread; stack, spills and static shared memory in bytes.
-        setmaxnreg: ("inc" | "dec", registers) pairs by which warpgroups trade registers.
-        launch: grid, threads, dynamic shared memory.
-        sass: opcode with modifiers -> count; `count` sums over modifiers.
-        ptxas: the assembler and its warnings.
-    """
-
-    name: str
-    backend: str
-    arch: str
-    usage: _sass.PtxasUsage
-    setmaxnreg: tuple[tuple[str, int], ...]
-    launch: Launch
-    sass: dict[str, int]
-    ptxas: Ptxas
-
-    @property
-    def registers(self) -> int:
-        """Registers per thread."""
-        return self.usage.registers
-
-    @property
-    def spill_bytes(self) -> int:
-        """Bytes of spill stores and spill loads of one thread's code; 0 is what one wants."""
-        return self.usage.spill_stores + self.usage.spill_loads
-
-    @property
-    def smem(self) -> int:
-        """Bytes of shared memory per thread block, static and dynamic."""
-        return self.usage.static_smem + self.launch.dynamic_smem
-
-    @property
-    def occupancy(self) -> Occupancy:
-        """How many thread blocks of this kernel one multiprocessor holds."""
-        arch = next(arch for arch in _sass.ARCHS.values() if arch.name == self.arch)
-        return Occupancy(*_sass.occupancy(arch, self.registers, self.launch.threads, self.smem))
-
-    def count(self, opcode: str) -> int:
-        """How many instructions are `opcode`, with any further modifiers ("HGMMA", "MUFU.EX2")."""
-        return sum(n for op, n in self.sass.items() if f"{op}.".startswith(f"{opcode}."))
-
-    def as_dict(self) -> dict:
-        """All of it as JSON types, with the derived numbers, and counts by opcode family."""
-        families = {op.split(".")[0] for op in self.sass} | {"MUFU.EX2"}
-        return dataclasses.asdict(self) | {
-            "spill_bytes": self.spill_bytes,
-            "smem": self.smem,
-            "occupancy": dataclasses.asdict(self.occupancy),
-            "counts": {op: self.count(op) for op in sorted(families)},
-        }
-
-    def __str__(self):
-        use, launch, fit = self.usage, self.launch, self.occupancy
-        trade = ", ".join(f"{kind} {n}" for kind, n in self.setmaxnreg)
-        grid = "unknown" if launch.grid is None else "x".join(map(str, launch.grid))
-        counts = ", ".join(f"{op} {n}" for op in _SHOWN if (n := self.count(op)))
-        mma = ", ".join(f"{op} x{n}" for op, n in self.sass.items() if re.match("[A-Z]*MMA", op))
-        lines = [
-            f"{self.name}  [{self.backend}, {self.arch}]",
-            f"  registers {use.registers}"
-            + (f" (setmaxnreg {trade})" if trade else "")
-            + f"; spill stores {use.spill_stores} B, loads {use.spill_loads} B"
-            + f"; stack {use.stack} B",
-            f"  grid {grid}; {launch.threads} threads; shared memory {self.smem} B "
-            f"(static {use.static_smem}, dynamic {launch.dynamic_smem}); "
-            f"{fit.ctas_per_sm} CTA/SM (limit: {fit.limited_by})",
-            f"  {sum(self.sass.values())} instructions: {counts}",
-        ]
-        lines += [f"  {mma}"] if mma else []
-        return "\n".join(lines + [f"  ! {warning}" for warning in self.ptxas.warnings])
-
-
-_COLUMNS: dict[str, Callable[[KernelReport], object]] = {
-    "kernel": lambda k: k.name,
-    "backend": lambda k: k.backend,
-    "regs": lambda k: k.registers,
-    "spill B": lambda k: k.spill_bytes,
-    "smem B": lambda k: k.smem,
-    "threads": lambda k: k.launch.threads,
-    "CTA/SM": lambda k: k.occupancy.ctas_per_sm,
-    "limit": lambda k: k.occupancy.limited_by,
-    "HGMMA": lambda k: k.count("HGMMA"),
-    "HMMA": lambda k: k.count("HMMA"),
-    "LDGSTS": lambda k: k.count("LDGSTS"),
-    "UTMALDG": lambda k: k.count("UTMALDG"),
-    "EX2": lambda k: k.count("MUFU.EX2"),
-    "FFMA": lambda k: k.count("FFMA"),
-}
-
-
-def table(reports: Sequence[KernelReport]) -> str:
-    """The reports as a table of text, one kernel a row."""
-    rows = [list(_COLUMNS), *([str(get(k)) for get in _COLUMNS.values()] for k in reports)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def report(fn: Callable, *avals, target: str = "h200") -> list[KernelReport]:
+def report(
+    fn: Callable, *avals, target: str = "h200", ptxas: str | Sequence[str] | None = None
+) -> list[KernelReport]:
     """Compiles `fn(*avals)` for a GPU that need not be here.
 
     Args:
         fn: any function that `jax.jit` takes; for a backward pass, one that calls `jax.vjp`.
         *avals: its arguments, as arrays, `jax.ShapeDtypeStruct`s or trees of them.
         target: a key of `pallas_attn.gpu.KNOWN`.
+        ptxas: the version to compile with, such as "12.9", or a path; default the first found. Of
+            several the oldest compiles, and each assembles the PTX.
 
     Returns:
-        A report for each kernel, Pallas' and XLA's, in the order of launch where XLA tells it.
+        A report for each kernel, Pallas' and XLA's, in the order of launch where XLA tells it; all
+        of them for each ptxas in turn.
 
     Raises:
-        MissingToolsError: when the compile-only CUDA wheels are not installed.
+        MissingToolsError: when the compile-only CUDA wheels, or that ptxas, are not installed.
         CompileError: when the compiler refuses the function; tracing errors come as they are.
     """
-    result = report_many([(fn, *avals)], target=target)[0]
+    result = report_many([(fn, *avals)], target=target, ptxas=ptxas)[0]
     if isinstance(result, CompileError):
         raise result.__cause__ or result
     return result
 
 
 def report_many(
-    calls: Sequence[tuple], target: str = "h200"
+    calls: Sequence[tuple], target: str = "h200", ptxas: str | Sequence[str] | None = None
 ) -> list[list[KernelReport] | CompileError]:
     """Compiles several calls in one child process, as `report` does one; made for tile sweeps.
 
     Args:
         calls: (fn, *avals) tuples.
         target: a key of `pallas_attn.gpu.KNOWN`.
+        ptxas: as for `report`.
 
     Returns:
         For each call its reports, or the error that stopped it: a failed call is a result too.
 
     Raises:
-        MissingToolsError: when the compile-only CUDA wheels are not installed.
+        MissingToolsError: when the compile-only CUDA wheels, or that ptxas, are not installed.
         ValueError: for an unknown target.
     """
     with gpus.target(target) as gpu:  # refuses unknown names
-        tools = _sass.find_tool("ptxas"), _sass.find_tool("nvdisasm")
+        wanted = [ptxas] if ptxas is None or isinstance(ptxas, str) else ptxas
+        tools = [_sass.find_tool("ptxas", one) for one in wanted]
+        nvdisasm = _sass.find_tool("nvdisasm")
+    # PTX is written in the form that this one knows, and newer ones know too.
+    oldest = min(tools, key=lambda tool: tool.number)
     _compile_only.check_plugin()
     modules = [_try_lower(call, target) for call in calls]
     with tempfile.TemporaryDirectory(prefix="pallas_attn_inspect_") as folder:
         root = pathlib.Path(folder)
         jobs = {str(i): m for i, m in enumerate(modules) if isinstance(m, str)}
-        _compile_only.compile_all(root, jobs, gpu, ptxas=tools[0])
-        return [
-            _collect(root / str(i), m, gpu, tools) if isinstance(m, str) else m
-            for i, m in enumerate(modules)
-        ]
+        _compile_only.compile_all(root, jobs, gpu, ptxas=oldest.path)
+
+        def collect(i: int) -> list[KernelReport] | CompileError:
+            module, reports = modules[i], []
+            if isinstance(module, CompileError):
+                return module
+            for tool in tools:
+                found = _collect(root / str(i), module, gpu, (tool, nvdisasm, tool == oldest))
+                if isinstance(found, CompileError):
+                    return found
+                reports += found
+            return reports
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(collect, range(len(modules))))
 
 
 def lower(fn: Callable, *avals, target: str = "h200") -> str:
@@ -266,9 +151,13 @@ def _try_lower(call: tuple, target: str) -> str | CompileError:
 
 
 def _collect(
-    folder: pathlib.Path, module: str, gpu: gpus.Gpu, tools: tuple[str, str]
+    folder: pathlib.Path, module: str, gpu: gpus.Gpu, tools: tuple[_sass.Tool, _sass.Tool, bool]
 ) -> list[KernelReport] | CompileError:
-    """Reads what the compiler left of one job."""
+    """Reads what the compiler left of one job.
+
+    `tools` are ptxas, nvdisasm, and whether it is this ptxas that XLA ran.
+    """
+    ptxas, nvdisasm, compiles = tools
     if error := json.loads((folder / "status.json").read_text())["error"]:
         return CompileError(error)
     arch = _sass.ARCHS[gpu.compute_capability].name
@@ -281,32 +170,33 @@ def _collect(
     for path in folder.glob("*.thunk_sequence.txt"):
         thunks |= _sass.parse_thunks(path.read_text())
     log = folder / "xla.log"
-    xla_log = log.read_text() if log.exists() else ""
-    files = sorted(folder.glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        assembled = list(pool.map(lambda ptx: _sass.assemble(ptx, arch, *tools), files))
+    xla_log = log.read_text() if log.exists() and compiles else ""
+    kernels, mosaic = _sass.parse_mosaic((folder / "mosaic.out").read_text(errors="replace"))
+    for i, text in enumerate(kernels):
+        (folder / f"zz_mosaic_{i}.ptx").write_text(text)
+    files = sorted(folder.glob("*.ptx"))
     reports = []
-    for ptx, compiled in zip(files, assembled, strict=True):
+    for ptx in files:
+        compiled = _sass.assemble(ptx, arch, ptxas, nvdisasm)
         if compiled.error:
-            return CompileError(f"{tools[0]}: {compiled.error}")
-        passes = ptx.with_suffix(".mlir-passes.log")
-        mosaic = passes.exists()
-        launch = _sass.parse_mosaic_passes(passes.read_text(errors="replace")) if mosaic else None
+            return CompileError(f"{ptxas}: {compiled.error}")
         for entry in compiled.entries:
             # XLA tells kernels of one name apart by a suffix.
             triton = re.sub(r"__\d+$", "", entry.name) in pallas_names
-            backend = "mosaic_gpu" if mosaic else "triton" if triton else "xla"
-            grid, smem = launch or thunks.get(entry.name, (None, 0))
+            hopper = ptx.name.startswith("zz_mosaic_")
+            backend = "mosaic_gpu" if hopper else "triton" if triton else "xla"
+            grid, smem = (mosaic if hopper else thunks).get(entry.name, (None, 0))
             reports.append(
                 KernelReport(
                     name=entry.name,
                     backend=backend,
                     arch=arch,
                     usage=_sass.parse_ptxas(compiled.log)[entry.name],
+                    spills=compiled.functions[entry.name].spills,
                     setmaxnreg=entry.setmaxnreg,
                     launch=Launch(grid, entry.threads, smem),
-                    sass=compiled.sass[entry.name],
-                    ptxas=_ptxas(compiled, entry.name, tools[0], xla_log),
+                    sass=compiled.functions[entry.name].sass,
+                    ptxas=_ptxas(compiled, entry.name, ptxas, xla_log),
                 )
             )
     launched = list(thunks)
@@ -315,17 +205,16 @@ def _collect(
     )
 
 
-def _ptxas(compiled: _sass.Compiled, kernel: str, path: str, xla_log: str) -> Ptxas:
-    names = [entry.name for entry in compiled.entries]
-    warnings = _sass.ptxas_warnings(compiled.log, kernel, names)
+def _ptxas(compiled: _sass.Compiled, kernel: str, tool: _sass.Tool, xla_log: str) -> Ptxas:
+    warnings = compiled.functions[kernel].warnings
     ours = _sass.parse_ptxas(compiled.log)[kernel]
     theirs = _sass.parse_ptxas(xla_log).get(kernel, ours)
     if theirs != ours:
         warnings += (f"XLA's own run of ptxas gave {theirs}, this one {ours}",)
-    version, xla_version = _sass.tool_version(path), _sass.parse_xla_log(xla_log)
-    if xla_version not in ("", version):
-        warnings += (f"XLA took ptxas {xla_version}, this report {version}",)
-    return Ptxas(path, version, xla_version, warnings)
+    xla_version = _sass.parse_xla_log(xla_log)
+    if xla_log and xla_version not in ("", tool.version):
+        warnings += (f"XLA took ptxas {xla_version}, this report {tool.version}",)
+    return Ptxas(tool.path, tool.source, tool.version, xla_version, warnings)
 
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "bool": "bool"}
@@ -427,13 +316,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", default="h200", choices=sorted(gpus.KNOWN))
     add("--all", action="store_true", help="show the kernels that XLA adds, too")
     add("--json", metavar="FILE", help='write the report as JSON; "-" writes only that, to stdout')
+    add(
+        "--ptxas",
+        action="append",
+        metavar="VERSION|PATH",
+        help='default: the first found; "12.9" is that of jax[cuda12]; may be given several times',
+    )
     add("--fail-on-spill", action="store_true", help="exit with 1 if a shown kernel spills")
+    add(
+        "--check",
+        action="store_true",
+        help="exit with 1 if a shown kernel's wgmma is serialized, its setmaxnreg ignored, "
+        "or if it spills in its hot loops",
+    )
     add("--require", action="append", default=[], metavar="OPCODE", help="exit with 1 without it")
     return parser
 
 
 def failures(
-    reports: Sequence[KernelReport], fail_on_spill: bool = False, require: Sequence[str] = ()
+    reports: Sequence[KernelReport],
+    fail_on_spill: bool = False,
+    require: Sequence[str] = (),
+    check: bool = False,
 ) -> list[str]:
     """What a gate holds against the reports.
 
@@ -441,6 +345,7 @@ def failures(
         reports: from `report`.
         fail_on_spill: whether spilled registers are a fault.
         require: opcodes such as "HGMMA" that some kernel must have.
+        check: whether a kernel's `faults` are some.
 
     Returns:
         A sentence for each fault; empty when there is none.
@@ -449,8 +354,21 @@ def failures(
     missing = [op for op in require if not any(k.count(op) for k in reports)]
     return [
         *(f"{k.name} spills {k.spill_bytes} B per thread" for k in spilling),
+        *(f"{k.name}: {fault}" for k in reports if check for fault in k.faults),
         *(f"no kernel has {op}" for op in missing),
     ]
+
+
+def _spoke(reports: Sequence[KernelReport]) -> str:
+    """Which ptxas a report is of, and which one Mosaic kernels get here where that is another."""
+    text = ", ".join(
+        sorted({f"ptxas {k.ptxas.version} ({k.ptxas.source}: {k.ptxas.path})" for k in reports})
+    )
+    theirs = _sass.ptxas_of_mosaic()
+    spoken = {k.ptxas.version for k in reports if k.backend == "mosaic_gpu"}
+    if theirs and spoken - {theirs.version}:
+        text += f"\n! run on this machine, JAX gives its Mosaic kernels to {theirs}"
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -465,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         call = _mha_call(args)
     try:
-        found = report(*call, target=args.target)
+        found = report(*call, target=args.target, ptxas=args.ptxas)
     except (CompileError, _sass.MissingToolsError, NotImplementedError, ValueError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
@@ -474,12 +392,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = json.dumps([k.as_dict() for k in shown], indent=1)
         print(text) if args.json == "-" else pathlib.Path(args.json).write_text(text + "\n")
     if args.json != "-":
-        ptxas = {f"ptxas {k.ptxas.version} ({k.ptxas.path})" for k in found}
-        print(f"jax {jax.__version__}, target {args.target}, {', '.join(sorted(ptxas))}\n")
+        print(f"jax {jax.__version__}, target {args.target}, {_spoke(found)}\n")
         print("\n".join(map(str, shown)), table(shown), sep="\n\n")
         if len(shown) < len(found):
             print(f"\nand {len(found) - len(shown)} kernels of XLA's own (--all shows them)")
-    faults = failures(shown, args.fail_on_spill, args.require)
+    faults = failures(shown, args.fail_on_spill, args.require, args.check)
     for fault in faults:
         print(f"FAIL {fault}", file=sys.stderr)
     return 1 if faults else 0

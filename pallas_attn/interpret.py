@@ -3,9 +3,15 @@
 import contextlib
 import contextvars
 
+import jax
+
 from pallas_attn import _compat, gpu
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar("interpret", default=False)
+
+
+class RaceError(RuntimeError):
+    """The race detector found accesses to memory that nothing orders; the text names them."""
 
 
 @contextlib.contextmanager
@@ -21,15 +27,35 @@ def interpret(detect_races: bool = False, target: str = "h200"):
             sequential and has none).
         target: the GPU to pretend to, a key of `pallas_attn.gpu.KNOWN`; it decides what backends
             support and the default tiles.
+
+    Raises:
+        RaceError: when a kernel in the block raced. Such a kernel ends at its first race. When the
+            block ends in an error of its own, that one is raised, and the races are in its notes.
     """
-    with gpu.target(target), _compat.interpret_context(detect_races):
-        token = _active.set(True)
-        try:
-            yield
-        finally:
-            _active.reset(token)
+    races = []
+    try:
+        with gpu.target(target), _compat.interpret_context(detect_races) as races:
+            token = _active.set(True)
+            try:
+                yield
+            finally:
+                _active.reset(token)
+    except jax.errors.JaxRuntimeError as error:
+        if races:
+            raise RaceError(_describe(races)) from error
+        raise
+    except Exception as error:
+        if races:
+            error.add_note(_describe(races))
+        raise
+    if races:
+        raise RaceError(_describe(races))
 
 
 def is_active() -> bool:
     """Whether the caller stands inside `interpret()`."""
     return _active.get()
+
+
+def _describe(races: list[str]) -> str:
+    return "\n  ".join(["races found:", *races])

@@ -272,8 +272,11 @@ def _partition(job: _Job, mesh, arg_shapes, result_shapes):
 
         origin = jnp.stack([begins("b", 0), begins("h", 2)])
         outs = _local(job, leaves, origin)
-        if shared and job.results == ("dk", "dv"):
-            outs = tuple(lax.psum(x.astype(jnp.float32), shared).astype(x.dtype) for x in outs)
-        return outs
+        if not shared:
+            return outs
+        return tuple(
+            lax.psum(x.astype(jnp.float32), shared).astype(x.dtype) if name in ("dk", "dv") else x
+            for name, x in zip(job.results, outs, strict=True)
+        )
 
     return mesh, lower, results, tuple(operands)

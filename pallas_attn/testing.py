@@ -434,7 +434,7 @@ def assert_close(got, exact, plain, sizes, dtype: str, *, factor: float = 2.0):
         if name in got and got[name].swapaxes(1, 2)[blind].any():
             faults.append(f"{name}: not 0 on rows that see no key")
     eps32 = float(jnp.finfo("float32").eps)
-    lse_size = _max(np.abs(exact["lse"][~blind]))
+    lse_size = float(np.abs(exact["lse"][~blind]).max(initial=0.0))
     for name, x in got.items():
         if x.shape != exact[name].shape:
             faults.append(f"{name}: shape {x.shape}, expected {exact[name].shape}")

@@ -20,7 +20,15 @@ def widen(row, shape, axis: int = 0):
     return lax.broadcast_in_dim(row, shape, (axis,))
 
 
-def logits(qk, scale: float, soft_cap: float | None, bias=None):
+def tanh_by_exp(y):
+    """Tanh from one exp2 and one division, to float32's rounding of 1.
+
+    Hardware's tanh.approx, which approximate math would take, errs by 5e-4.
+    """
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(y * (2.0 * LOG2E)))
+
+
+def logits(qk, scale: float, soft_cap: float | None, bias=None, tanh=jnp.tanh):
     """The logits of a tile as x·factor in base 2, so that one FMA an element does scale and shift.
 
     Args:
@@ -28,6 +36,7 @@ def logits(qk, scale: float, soft_cap: float | None, bias=None):
         scale: multiplies qk.
         soft_cap: c, for c·tanh(y / c) of the scaled and biased logits y; or None.
         bias: float32 tile added after scaling and before the cap; or None.
+        tanh: for kernels whose own is too coarse.
 
     Returns:
         x: a tile; with a cap it is tanh(y / c), which the cap's derivative needs.
@@ -42,7 +51,7 @@ def logits(qk, scale: float, soft_cap: float | None, bias=None):
         y = y + bias
     if soft_cap is None:
         return y, LOG2E
-    return jnp.tanh(y * (1.0 / soft_cap)), soft_cap * LOG2E
+    return tanh(y * (1.0 / soft_cap)), soft_cap * LOG2E
 
 
 def exp2_of(x, factor: float, shift):
@@ -68,6 +77,33 @@ def online_softmax(row_max, row_sum, x, factor: float, *, guard: bool, exp2=exp2
     base = jnp.where(new_max == -jnp.inf, 0.0, new_max) if guard else new_max
     correction = exp2(row_max, 1.0, base)
     p = exp2(x, factor, widen(base, x.shape))
+    return new_max, row_sum * correction + p.sum(axis=1), correction, p
+
+
+# Stands for the maximum of no logits where -inf would make NaN of a difference.
+NO_MAX = -1e30
+# A maximum may grow by this much, in powers of 2, before anything is rescaled.
+LAZY_LOG2 = 8.0
+
+
+def lazy_softmax(row_max, row_sum, x, factor: float):
+    """`online_softmax` that keeps an old maximum while the new one is not much larger.
+
+    Then nothing that was accumulated has to be rescaled; p may grow to 2^8 instead of 1, which
+    costs no accuracy in floating point.
+
+    Args:
+        row_max: [rows], a maximum of x as of `logits`, without the factor; `NO_MAX` at the start.
+        row_sum: [rows], the sum of 2^(factor·(x - row_max)).
+        x, factor: from `logits`; x is -inf where masked.
+
+    Returns:
+        the new maximum and sum; the factor for what was accumulated; and p.
+    """
+    grown = jnp.maximum(row_max, x.max(axis=1))
+    new_max = jnp.where((grown - row_max) * factor > LAZY_LOG2, grown, row_max)
+    correction = jnp.exp2((row_max - new_max) * factor)
+    p = jnp.exp2(x * factor - widen(new_max * factor, x.shape))
     return new_max, row_sum * correction + p.sum(axis=1), correction, p
 
 

@@ -15,7 +15,7 @@ class KernelTiles:
     Attributes:
         block_q: query rows in a tile.
         block_kv: keys in a tile.
-        num_warps: warps of a thread block (Triton); ignored by plain JAX.
+        num_warps: warps of a thread block that compute; ignored by plain JAX.
         num_stages: depth of the load pipeline; ignored by plain JAX.
 
     Raises:
@@ -30,10 +30,10 @@ class KernelTiles:
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
             size = getattr(self, name)
-            if not is_power_of_two(size) or size < 16:
-                raise ValueError(f"{name}: got {size}, expected a power of two from 16 up")
-        if self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"num_warps: got {self.num_warps}, expected 1, 2, 4, 8 or 16")
+            if size < 16 or size % 16:
+                raise ValueError(f"{name}: got {size}, expected a multiple of 16 from 16 up")
+        if self.num_warps not in (1, 2, 4, 8, 12, 16):
+            raise ValueError(f"num_warps: got {self.num_warps}, expected 1, 2, 4, 8, 12 or 16")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages: got {self.num_stages}, expected 1 to 8")
 

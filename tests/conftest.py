@@ -30,7 +30,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(params=backends.ALL)
+# Those that take float32, in which most tests are written; tests/test_mosaic_*.py hold the others.
+GENERAL = tuple(name for name in backends.ALL if name != "mosaic_gpu")
+
+
+@pytest.fixture(params=GENERAL)
 def backend(request):
     """Each backend's name, while it can run here: kernels by interpretation on a CPU."""
     with testing.running(request.param):

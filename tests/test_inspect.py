@@ -1,154 +1,42 @@
-"""What the inspector reads from ptxas, PTX and SASS, and reports of kernels with known traits."""
+"""The inspector's reports, and what it reports of kernels with known traits."""
 
+import contextlib
 import json
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_attn import _compile_only, _sass, inspect, tiles
+from pallas_attn import _compile_only, _sass, _sass_loops, inspect, tiles
 
-PTXAS_LOG = """\
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'first' for 'sm_90a'
-ptxas info    : Function properties for first
-    24 bytes stack frame, 40 bytes spill stores, 44 bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers, 49152 bytes smem
-ptxas info    : Compile time = 1.616 ms
-ptxas warning : Registers are spilled to local memory in function 'first', 40 bytes spill stores
-ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized \
-due to insufficient register resources for the wgmma pipeline in the function 'second'
-ptxas warning : Value of threads per SM is out of range
-ptxas info    : Compiling entry function 'second' for 'sm_90a'
-ptxas info    : Function properties for second
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 168 registers, used 16 barriers
-"""
-
-PTX = """\
-.version 9.0
-.target sm_90a
-.visible .entry first(
-    .param .u64 first_param_0
+SERIALIZED = (
+    "ptxas info : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized "
+    "due to insufficient register resources for the wgmma pipeline in the function 'first'"
 )
-.reqntid 128, 2, 1
-{
-    ret;
-}
-.visible .entry second(
-    .param .u64 second_param_0
-)
-.maxntid 384
-{
-    setmaxnreg.dec.sync.aligned.u32 40;
-    setmaxnreg.inc.sync.aligned.u32 232;
-    setmaxnreg.inc.sync.aligned.u32 232;
-    ret;
-}
-"""
-
-SASS = """\
-\t.section\t.text.first,"ax",@progbits
-        .type           first,@function
-first:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 LDGSTS.E.BYPASS.128 [R4], desc[UR10][R2.64] ;
-        /*0020*/              @P1  LDG.E.128 R32, desc[UR10][R2.64] ;
-        /*0030*/                   HFMA2.MMA.BF16_V2 R3, R4, R5, R6 ;
-        /*0040*/                   MUFU.EX2 R7, R7 ;
-        /*0050*/                   MUFU.RCP R7, R7 ;
-.L_x_0:
-\t.section\t.text.second,"ax",@progbits
-        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
-        /*0010*/             @!UP0 UTMALDG.4D [UR8], [UR6] ;
-        /*10020*/                  HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
-        /*10030*/                  EXIT ;
-"""
-
-THUNKS = """\
-001: kCustomKernel [source       | next=002 (1)] first grid: [8, 2, 4] threads: [256, 1, 1]  \
-shared_memory: 163840 bytes
-002: kCustomCall [prev=001 (1) | sink] kCustomCall
-"""
 
 
-def test_ptxas_log_gives_the_usage_of_each_function():
-    usage = _sass.parse_ptxas(PTXAS_LOG)
-    assert usage == {
-        "first": _sass.PtxasUsage(255, 24, 40, 44, 49152),
-        "second": _sass.PtxasUsage(168, 0, 0, 0, 0),
-    }
-
-
-def test_ptxas_warnings_go_to_the_kernels_they_name():
-    names = ["first", "second"]
-    first = _sass.ptxas_warnings(PTXAS_LOG, "first", names)
-    second = _sass.ptxas_warnings(PTXAS_LOG, "second", names)
-    assert ["spilled" in line for line in first] == [True, False]
-    assert "serialized" in second[0]
-    assert first[1] == second[1] == "ptxas warning : Value of threads per SM is out of range"
-
-
-def test_ptx_gives_threads_and_register_trades():
-    assert _sass.parse_ptx(PTX) == [
-        _sass.PtxEntry("first", 256, ()),
-        _sass.PtxEntry("second", 384, (("dec", 40), ("inc", 232))),
-    ]
-
-
-def test_sass_is_counted_per_kernel_without_predicates():
-    counts = _sass.parse_sass(SASS)
-    assert counts["first"] == dict.fromkeys(
-        ["LDC", "LDGSTS.E.BYPASS.128", "LDG.E.128", "HFMA2.MMA.BF16_V2", "MUFU.EX2", "MUFU.RCP"], 1
-    )
-    assert counts["second"]["UTMALDG.4D"] == 1
-    assert sum(counts["second"].values()) == 4
-
-
-def test_launch_lists():
-    assert _sass.parse_thunks(THUNKS) == {"first": ((8, 2, 4), 163840)}
-    passes = (
-        "module attributes {mosaic_gpu.smem_bytes = 1024 : i64}\n"
-        "%c4 = arith.constant 4 : index\n%c2 = arith.constant 2 : index\n"
-        "gpu.launch blocks(%a, %b, %c) in (%x = %c4, %y = %c2, %z = %c2) threads(%d) {"
-    )
-    assert _sass.parse_mosaic_passes(passes) == ((4, 2, 2), 1024)
-    assert _sass.parse_mosaic_passes("") == (None, 0)
-    assert _sass.parse_xla_log("] Using /opt/cuda/bin/ptxas with version 13.0.88\n") == "13.0.88"
-    assert _sass.parse_xla_log("") == ""
-
-
-@pytest.mark.parametrize(
-    ("capability", "usage", "expected"),
-    [
-        ((9, 0), (168, 384, 0), (1, "registers")),  # 5376 a warp: 12 fit, and 12 are in a block
-        ((9, 0), (128, 128, 0), (4, "registers")),
-        ((9, 0), (32, 128, 100_000), (2, "shared memory")),
-        ((9, 0), (32, 1024, 0), (2, "registers and threads")),
-        ((8, 9), (40, 256, 0), (6, "registers and threads")),
-        ((8, 9), (16, 32, 0), (24, "blocks")),
-        ((8, 0), (16, 32, 0), (32, "registers and blocks")),
-        ((8, 0), (64, 1024, 0), (1, "registers")),
-        ((9, 0), (255, 256, 163840), (1, "registers and shared memory")),
-    ],
-)
-def test_occupancy(capability, usage, expected):
-    assert _sass.occupancy(_sass.ARCHS[capability], *usage) == expected
-
-
-def _kernel(name="first", usage=(255, 24, 40, 44, 0), sass=(("HGMMA.64x128x16.F32", 8),)):
+def _kernel(
+    name="first",
+    usage=(255, 24, 40, 44, 0),
+    sass=(("HGMMA.64x128x16.F32", 8),),
+    spills=(80, 4, 0),
+    warnings=("ptxas warning : spilled",),
+):
     return inspect.KernelReport(
         name=name,
         backend="triton",
         arch="sm_90a",
         usage=_sass.PtxasUsage(*usage),
+        spills=_sass_loops.Spills(*spills),
         setmaxnreg=(("inc", 232),),
         launch=inspect.Launch((8, 2, 1), 128, 1024),
         sass=dict(sass),
-        ptxas=inspect.Ptxas("/opt/ptxas", "13.0.88", "", ("ptxas warning : spilled",)),
+        ptxas=inspect.Ptxas("/opt/ptxas", "PATH", "13.0.88", "", tuple(warnings)),
     )
 
 
@@ -159,6 +47,8 @@ def test_report_prints_and_counts():
     assert kernel.count("HGMMA") == 8
     assert kernel.spill_bytes == 84
     text = str(kernel)
+    assert "ptxas 13.0.88" in text
+    assert "spills outside loops: 80 B; spills in loops: 4 B, of that in hot loops: 0 B" in text
     for part in ("registers 255", "inc 232", "grid 8x2x1", "HGMMA 8", "! ptxas warning : spilled"):
         assert part in text
     assert json.loads(json.dumps(kernel.as_dict()))["counts"]["MUFU.EX2"] == 3
@@ -173,6 +63,19 @@ def test_gates():
     assert inspect.failures([_kernel(), clean]) == []
     faults = inspect.failures([_kernel(), clean], fail_on_spill=True, require=["HGMMA", "UTMALDG"])
     assert faults == ["first spills 84 B per thread", "no kernel has UTMALDG"]
+
+
+def test_check_is_about_what_no_tiles_make_good():
+    assert inspect.failures([_kernel()], check=True) == []  # spills, in no hot loop
+    hot = _kernel(spills=(0, 84, 80))
+    assert inspect.failures([hot], check=True) == ["first: spills 80 B per thread in its hot loops"]
+    assert "! spills 80 B per thread in its hot loops" in str(hot)
+    serialized = _kernel(spills=(0, 0, 0), warnings=[SERIALIZED])
+    assert inspect.failures([serialized], check=True) == [f"first: {SERIALIZED}"]
+    assert inspect.failures([serialized]) == []
+    assert serialized.as_dict()["faults"] == (SERIALIZED,)
+    named = _kernel("wgmma_serializer", spills=(0, 0, 0))
+    assert inspect.failures([named], check=True) == []
 
 
 def test_missing_tools_name_the_extra(monkeypatch):
@@ -224,6 +127,71 @@ def _pair(size, depth=64):
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((size, depth), (depth, size))]
 
 
+TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def _hopper(name, sums):
+    """x [rows, depth] y [depth, 256], `sums` times over: one warpgroup loads, one multiplies."""
+
+    def multiply(steps, x, y, full, empty, *accs):
+        @pl.loop(0, steps)
+        def _(i):
+            plgpu.barrier_wait(full)
+            for acc in accs:
+                plgpu.wgmma(acc, x, y)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(empty)
+
+        return sum(acc[...] for acc in accs).astype(jnp.bfloat16)
+
+    def kernel(x, y, out, x_smem, y_smem, out_smem, full, empty):
+        steps = x.shape[1] // 64
+        rows = pl.ds(lax.axis_index("row") * 64, 64)
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _load():
+            plgpu.set_max_registers(24, action="decrease")
+
+            @pl.loop(0, steps)
+            def _(i):
+                pl.when(i > 0)(lambda: plgpu.barrier_wait(empty))
+                part = pl.ds(i * 64, 64)
+                plgpu.copy_gmem_to_smem(x.at[rows, part], x_smem, full)
+                plgpu.copy_gmem_to_smem(y.at[part], y_smem, full)
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _multiply():
+            plgpu.set_max_registers(240, action="increase")
+            accs = [plgpu.ACC((64, 256), jnp.float32)] * sums
+            out_smem[...] = pl.run_scoped(
+                lambda *accs: multiply(steps, x_smem, y_smem, full, empty, *accs), *accs
+            )
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem, out.at[rows])
+            plgpu.wait_smem_to_gmem(0)
+
+    def smem(*shape):
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=TILE)
+
+    return lambda x, y: plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((x.shape[0], 256), jnp.bfloat16),
+        scratch_types=(
+            *(smem(64, 64), smem(64, 256), smem(64, 256)),
+            *(plgpu.Barrier(num_arrivals=2), plgpu.Barrier()),
+        ),
+        grid=(x.shape[0] // 64,),
+        grid_names=("row",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name=name,
+    )(x, y)
+
+
+def _tall(rows, depth=512):
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, depth), (depth, 256))]
+
+
 def spilling(x, y):
     """One warp holds 128 x 128 float32 sums: 512 registers a thread, twice what there are."""
     return _matmul("spilling", 128, num_warps=1)(x, y)
@@ -266,12 +234,71 @@ def test_hopper_uses_wgmma(on_h200):
     assert kernel.ptxas.warnings == ()  # so XLA's own ptxas gave the same numbers
 
 
+def ptxas_versions():
+    """The two that JAX's CUDA wheels bring, as far as they are here."""
+    found = []
+    for version in ("13.0", "12.9"):
+        with contextlib.suppress(_sass.MissingToolsError):
+            found.append(_sass.find_tool("ptxas", version).version)
+    return found
+
+
+@pytest.fixture(scope="module")
+def mosaic_on_h200(sass_tools):
+    """Reports of Mosaic GPU kernels by ptxas; the third is the first again."""
+    good = _hopper("good", 1)
+    calls = [
+        (good, *_tall(192)),
+        (_hopper("serialized", 2), *_tall(128)),
+        (good, *_tall(192)),
+    ]
+    versions = ptxas_versions()
+    results = inspect.report_many(calls, ptxas=versions or None)
+    for result in results:
+        assert [k.ptxas.version for k in result] == (versions or [result[0].ptxas.version])
+    return results
+
+
+@pytest.mark.sass
+def test_mosaic_kernels_are_told_in_full(mosaic_on_h200):
+    for kernel in mosaic_on_h200[0]:
+        assert kernel.name.startswith("good")
+        assert (kernel.backend, kernel.arch) == ("mosaic_gpu", "sm_90a")
+        assert kernel.setmaxnreg == (("dec", 24), ("inc", 240))
+        assert kernel.count("USETMAXREG") == 2
+        assert min(kernel.count(op) for op in ("HGMMA", "UTMALDG", "UTMASTG")) > 0
+        assert kernel.launch.grid == (3, 1, 1)
+        assert kernel.launch.threads == 256
+        assert kernel.launch.dynamic_smem >= 2 * 64 * (64 + 256 + 256)
+        assert kernel.occupancy.ctas_per_sm == 1
+        assert kernel.spill_bytes == kernel.spills.in_loops == kernel.spills.outside == 0
+        assert kernel.faults == kernel.ptxas.warnings == ()
+        assert kernel.ptxas.source in ("NVIDIA's wheel", "PATH", "CUDA_HOME", "CUDA toolkit")
+
+
+@pytest.mark.sass
+def test_serialized_wgmma_and_spills_in_the_loop_are_faults(mosaic_on_h200):
+    """Twice 256 sums a thread of 240 registers: they spill where they are added up."""
+    for kernel in mosaic_on_h200[1]:
+        serialized, hot = sorted(kernel.faults, key=lambda fault: fault.startswith("spills"))
+        assert "wgmma.mma_async instructions are serialized" in serialized
+        assert hot.startswith("spills")
+        at = kernel.spills
+        assert at.outside + at.in_loops == kernel.spill_bytes > at.in_hot_loops > 0
+
+
+@pytest.mark.sass
+def test_a_mosaic_kernel_met_before_is_reported_again(mosaic_on_h200):
+    assert mosaic_on_h200[2] == mosaic_on_h200[0]
+
+
 @pytest.mark.sass
 def test_spills_are_seen(on_h200):
     (kernel,) = on_h200[2]
     assert kernel.usage.spill_stores > 0
     assert kernel.usage.spill_loads > 0
     assert kernel.count("STL") > 0
+    assert kernel.spills.outside + kernel.spills.in_loops == kernel.spill_bytes
     assert any("spilled" in warning for warning in kernel.ptxas.warnings)
 
 
@@ -304,7 +331,9 @@ def test_a_compiler_that_dies_is_an_error(sass_tools, monkeypatch):
 def test_command_line_gates(sass_tools, capsys, tmp_path):
     path = tmp_path / "report.json"
     call = ["--call", f"{__name__}:spilling", "--arg", "bf16[128,16]", "--arg", "bf16[16,128]"]
-    status = inspect.main([*call, "--fail-on-spill", "--require", "HGMMA", "--json", str(path)])
+    status = inspect.main(
+        [*call, "--fail-on-spill", "--check", "--require", "HGMMA", "--json", str(path)]
+    )
     assert status == 1
     said = capsys.readouterr()
     assert "FAIL spilling spills" in said.err
@@ -316,7 +345,7 @@ def test_command_line_gates(sass_tools, capsys, tmp_path):
 @pytest.mark.sass
 def test_command_line_builds_the_attention_call(sass_tools, capsys):
     shape = ["--q", "bf16[2,256,4,64]", "--kv-heads", "2", "--mask", "causal&documents"]
-    options = ["--backward", "--backend", "triton", "--fail-on-spill", "--json", "-"]
+    options = ["--backward", "--backend", "triton", "--fail-on-spill", "--check", "--json", "-"]
     assert inspect.main(shape + options) == 0
     kernels = json.loads(capsys.readouterr().out)
     assert {kernel["backend"] for kernel in kernels} == {"triton"}

@@ -227,6 +227,20 @@ def test_plans_equal_expressions_and_jax_nn():
         logits_of(capped, batch, peer.dense_masks, attention=peer.attention_fn("jax_xla"))
 
 
+def test_plain_causal_layers_know_no_documents():
+    model = make_model(window_pattern="C")
+    batch = data.PackedRows(made_up_documents((30, 1, 45)), row_len=100, rows=1).batch(0)
+    real = batch.segment_ids[0] >= 0
+    ours = logits_of(model, batch)[0, real]
+    jax_nn = logits_of(model, batch, peer.dense_masks, attention=peer.attention_fn("jax_xla"))
+    np.testing.assert_allclose(ours, jax_nn[0, real], atol=2e-5)
+    tokens = int(real.sum())
+    heads, head_dim = model.config.attention.q_heads, model.config.attention.head_dim
+    pairs = model.config.layers * tokens * (tokens + 1) // 2
+    expected = 6 * matmul_params(model.config) * tokens + 12 * heads * head_dim * pairs
+    assert train_flops(model.config, batch.positions, batch.segment_ids) == expected
+
+
 @pytest.mark.parametrize("remat", ["save_attention", "full"])
 def test_remat_changes_no_gradient(remat):
     model = make_model()

@@ -1,0 +1,115 @@
+"""NVIDIA Hopper: a warp-specialised Pallas forward in Mosaic GPU, with TMA and wgmma.
+
+Gradients come from the Triton kernels.
+"""
+
+import dataclasses
+
+from pallas_attn.gpu import Gpu
+from pallas_attn.mask_core import Mask
+from pallas_attn.partition import spread
+from pallas_attn.spec import MAX_HEAD_DIM, Spec
+from pallas_attn.tiles import KernelTiles, Tiles
+
+DTYPES = ("float16", "bfloat16")
+# Of the bits of masks that are no interval a row: more than this stays with other backends.
+MAX_PAIR_BYTES = 2 << 30
+
+
+def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
+    """Why these kernels cannot take a call, or None when they can."""
+    from pallas_attn.mosaic_gpu.detail import pair_bytes
+
+    if gpu is None:
+        return (
+            "it needs an NVIDIA GPU, and this process runs on none "
+            "(pallas_attn.interpret() runs it by interpretation)"
+        )
+    if not gpu.is_hopper:
+        return f"it needs compute capability 9.0, and {gpu.name} has {gpu.compute_capability}"
+    if spec.dtype not in DTYPES:
+        return f"it takes {' and '.join(DTYPES)}, and the operands are {spec.dtype}"
+    if spec.bias_shape is not None:
+        return "it takes no bias"
+    for name, dim in (("head_dim", spec.head_dim), ("v_dim", spec.v_dim)):
+        if dim > MAX_HEAD_DIM:
+            return f"it takes {name} up to {MAX_HEAD_DIM}, not {dim}"
+    tiles = candidate_tiles(spec, mask, gpu)[0]
+    sizes = {"block_q": tiles.fwd.block_q, "block_kv": tiles.fwd.block_kv}
+    needed = pair_bytes(mask, spec, **sizes)
+    if needed > MAX_PAIR_BYTES:
+        return (
+            f"this mask would be kept as one bit a pair, {needed} bytes, and it takes up to "
+            f"{MAX_PAIR_BYTES}"
+        )
+    return None
+
+
+def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
+    """Schedules worth trying for a call, the default first."""
+    from pallas_attn.mosaic_gpu.common import padded
+
+    del mask, gpu
+    wide = max(padded(spec.head_dim), padded(spec.v_dim))
+    options = next(tiles for most, tiles in _FORWARD if wide <= most)
+    return [Tiles(fwd, _UNUSED, _UNUSED) for fwd in options]
+
+
+def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
+    """Why a call cannot run with these tiles, or None when it can."""
+    needed = smem_bytes(tiles.fwd, spec)
+    if gpu is not None and needed > gpu.smem_per_block:
+        return f"fwd needs {needed} bytes of shared memory, and {gpu.name} has {gpu.smem_per_block}"
+    if tiles.fwd.block_q not in (64, 128, 192):
+        return f"fwd's block_q is {tiles.fwd.block_q}, and it takes 64, 128 and 192"
+    return None
+
+
+def smem_bytes(tiles: KernelTiles, spec: Spec) -> int:
+    """Shared memory of the forward kernel, barriers aside."""
+    from pallas_attn.mosaic_gpu.common import padded
+    from pallas_attn.mosaic_gpu.schedule import stages_out
+
+    q_dim, v_dim = padded(spec.head_dim), padded(spec.v_dim)
+    staged = v_dim if stages_out(spec) else 0
+    stream = tiles.num_stages * tiles.block_kv * (q_dim + v_dim)
+    return 2 * (tiles.block_q * (q_dim + staged) + stream) + 2048
+
+
+_FORWARD = (
+    (64, (KernelTiles(192, 128, 12, 2),)),
+    (128, (KernelTiles(192, 128, 12, 2), KernelTiles(128, 128, 8, 2))),
+    (192, (KernelTiles(192, 64, 12, 2), KernelTiles(128, 64, 8, 3))),
+    (256, (KernelTiles(128, 64, 8, 2),)),
+)
+# The Triton kernels of the backward choose their own tiles.
+_UNUSED = KernelTiles(64, 64, 8, 2)
+
+
+def build_table(mask: Mask, tiles: Tiles, spec: Spec):
+    """The block tables of a call, and what these kernels need besides."""
+    from pallas_attn.mosaic_gpu import tables
+
+    return tables.build(mask, tiles, spec)
+
+
+def run_forward(call, q, k, v, bias, sinks, table):
+    """Out and lse; see `pallas_attn.mosaic_gpu.forward`."""
+    from pallas_attn.mosaic_gpu.common import Inputs
+    from pallas_attn.mosaic_gpu.forward import forward
+
+    assert bias is None
+    inputs = Inputs(q, k, v, table.fwd, table.extra, sinks=sinks)
+    return spread(forward, call, inputs, ("out", "lse"))
+
+
+def run_backward(call, q, k, v, bias, table, residuals):
+    """dq, dk, dv by the Triton kernels, from the lse that the Hopper forward leaves."""
+    from pallas_attn import block_table, gpu, triton
+
+    spec = call.spec
+    tiles = triton.candidate_tiles(spec, table.mask, gpu.detect())[0]
+    grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
+    table = block_table.build(table.mask, tiles, grid_of, "triton")
+    call = dataclasses.replace(call, tiles=tiles, backend="triton")
+    return triton.run_backward(call, q, k, v, bias, table, residuals)

@@ -1,0 +1,345 @@
+"""Applies `Detail` to a tile in registers, inside kernels.
+
+A [64, n] tile lies in registers as wgmma leaves it: a thread holds two rows and, of every 8
+columns, two. So all that a thread's row needs of a span is a word of 32 bits for every 128 columns,
+made from two numbers; and a word of packed bits serves four of its groups of 8 columns. Nothing of
+this is kept in registers between blocks: all of it, loads too, stands behind a uniform branch that
+fully visible blocks do not take.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.call import Call
+from pallas_attn.mask_core import both
+from pallas_attn.mosaic_gpu.common import TILE
+from pallas_attn.mosaic_gpu.detail import Detail
+from pallas_attn.mosaic_gpu.lanes import Emitter, first_column, first_row
+
+SCALAR = plgpu.Layout.WG_SPLAT
+
+
+class Place(NamedTuple):
+    """Where a tile lies: int32 scalars; batch and head count absolutely."""
+
+    batch: Any
+    head: Any
+    q_start: Any
+    kv_start: Any
+
+
+def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call):
+    """-inf where a pair is not visible.
+
+    Args:
+        s: [64, n] float32, rows are queries.
+        detail: references.
+        place: where the tile begins.
+        partial: scalar; where it is false nothing happens.
+        call: static facts.
+    """
+    return _masked(s, detail, place, partial, call, by_key=False)
+
+
+def mask_tile_transposed(s, detail: Detail, place: Place, partial, *, call: Call):
+    """`mask_tile` of a tile [64, n] whose rows are keys and whose columns are queries."""
+    return _masked(s, detail, place, partial, call, by_key=True)
+
+
+def _masked(s, detail: Detail, place: Place, partial, call: Call, *, by_key: bool):
+    names, refs = _needed(detail, by_key)
+    if not names:
+        return s
+    if call.interpret:
+        chosen = Detail(**dict(zip(names, refs, strict=True)))
+        return lax.cond(
+            jnp.asarray(partial).astype(bool),
+            lambda: jnp.where(_visible(chosen, place, s.shape, by_key), s, -jnp.inf),
+            lambda: s,
+        )
+    refs_type = tuple(plgpu.RefType() for _ in refs)
+    out = plgpu.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float32), layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE, (SCALAR,) * 5, refs_type), return_type=out)
+    def emit(_, tile, scalars, refs):
+        machine = Emitter()
+        condition, *scalars = (x.registers.flat[0] for x in scalars)
+
+        def change(registers):
+            at = Place(*(machine.fresh(x) for x in scalars))
+            arrays = Detail(**dict(zip(names, refs, strict=True)))
+            return _apply(machine, registers, arrays, at, s.shape[1], by_key)
+
+        registers = list(tile.registers.flat)
+        assert len(registers) == s.shape[1] // 4, "two neighbouring columns a register"
+        registers = machine.when(machine.differs(condition, 0), registers, change)
+        out = np.empty(len(registers), dtype=object)
+        out[:] = registers
+        return fragmented_array.FragmentedArray(
+            _registers=out.reshape(tile.registers.shape), _layout=tile.layout, _is_signed=None
+        )
+
+    scalars = tuple(jnp.asarray(x, jnp.int32) for x in (partial, *place))
+    return emit(s, scalars, tuple(refs))
+
+
+def _needed(detail: Detail, by_key: bool):
+    """Names and references of what decides a pair: the bits, or else spans and ids."""
+    bits = "bits_t" if by_key else "bits"
+    names = ["lo", "hi", "q_ids", "kv_ids", "unsorted"]
+    if getattr(detail, bits) is not None:
+        names = [bits]
+    names = [n for n in names if getattr(detail, n) is not None]
+    return names, [getattr(detail, n) for n in names]
+
+
+# The plain branch.
+
+
+def _lead(ref, index, axis: int = 0):
+    return index if ref.shape[axis] > 1 else 0
+
+
+def _visible(detail: Detail, place: Place, shape, by_key: bool):
+    """Which pairs of a tile are visible, by definition; [rows, columns] as `by_key` says."""
+    q_axis, kv_axis = (1, 0) if by_key else (0, 1)
+    q = (place.q_start, shape[q_axis])
+    kv = (place.kv_start, shape[kv_axis])
+
+    def read(ref, part, axis):
+        values = ref[_lead(ref, place.batch), pl.ds(*part)]
+        return lax.broadcast_in_dim(values, shape, (axis,))
+
+    seen = jnp.full(shape, True)
+    bits = detail.bits_t if by_key else detail.bits
+    if bits is not None:
+        rows, (start, count) = (kv, q) if by_key else (q, kv)
+        words = bits[
+            _lead(bits, place.batch), _lead(bits, place.head, 1),
+            pl.ds(*rows), pl.ds(start // 32, count // 32),
+        ]  # fmt: skip
+        words = jnp.repeat(words, 32, axis=1)
+        shifts = lax.broadcasted_iota(jnp.int32, shape, 1) & 31
+        return (lax.shift_right_logical(words, shifts) & 1) != 0
+    keys = place.kv_start + lax.broadcasted_iota(jnp.int32, shape, kv_axis)
+    if detail.lo is not None:
+        seen = seen & (keys >= read(detail.lo, q, q_axis))
+    if detail.hi is not None:
+        seen = seen & (keys < read(detail.hi, q, q_axis))
+    if detail.unsorted is not None:
+        unsorted = detail.unsorted[_lead(detail.unsorted, place.batch)]
+        same = read(detail.q_ids, q, q_axis) == read(detail.kv_ids, kv, kv_axis)
+        seen = seen & (same | (unsorted == 0))
+    return seen
+
+
+# The branch of one thread. `machine` is described in `lanes`; registers are pairs of neighbouring
+# columns, [column group, row half].
+
+
+def _apply(machine, registers, detail: Detail, at: Place, columns: int, by_key: bool):
+    """The thread's registers with -inf where a pair is not visible."""
+    thread = machine.thread()
+    first = first_row(thread), first_column(thread)
+    bits = detail.bits_t if by_key else detail.bits
+    if bits is not None:
+        return _apply_bits(machine, registers, bits, at, first, columns, by_key)
+    by = _apply_by_column if by_key else _apply_by_row
+    return by(machine, registers, detail, at, first)
+
+
+def _when_unsorted(machine, detail: Detail, at: Place, values, change):
+    """`change(values)` where ids are to be compared."""
+    if detail.unsorted is None:
+        return values
+    pointer = machine.pointer(detail.unsorted, _lead_of(detail.unsorted, at.batch))
+    (unsorted,) = machine.load(pointer)
+    return machine.when(unsorted > 0, values, change)
+
+
+def _lead_of(ref, index, axis: int = 0):
+    """`index`, or 0 where the array has one entry for all."""
+    shape = ref.shape if hasattr(ref, "shape") else ref.type.shape
+    return index if shape[axis] > 1 else 0
+
+
+def _apply_bits(machine, registers, bits, at: Place, first, columns: int, by_key: bool):
+    row, column = first
+    row_start, start = (at.kv_start, at.q_start) if by_key else (at.q_start, at.kv_start)
+    lead = _lead_of(bits, at.batch), _lead_of(bits, at.head, 1)
+    row_words = machine.row_size(bits)
+    pointer = machine.pointer(bits, *lead, row_start + row, start >> 5)
+    count = columns // 32
+    width = count & -count if count & 3 else 4
+    loaded = [
+        [
+            word
+            for n in range(0, count, width)
+            for word in machine.load(pointer, 8 * half * row_words + n, width)
+        ]
+        for half in (0, 1)
+    ]
+    # One shift a word, then all tests are of constant bits.
+    words = [[word >> column for word in half] for half in loaded]
+
+    def seen(group, half, e):
+        return machine.bit(words[half][group // 4], 8 * (group % 4) + e)
+
+    return machine.choose(registers, seen)
+
+
+def _apply_by_row(machine, registers, detail: Detail, at: Place, first):
+    """Rows are queries: their bounds, and ids if need be, become words of 32 elements."""
+    chunks = -(-len(registers) // 32)
+    words = _span_words(machine, detail, at, first, chunks)
+    groups = len(registers) // 2
+    words = _when_unsorted(
+        machine, detail, at, words, lambda w: _same_ids(machine, w, detail, at, first, groups)
+    )
+
+    def seen(group, half, e):
+        return machine.bit(words[half * chunks + group // 16], 2 * (group % 16) + e)
+
+    return machine.choose(registers, seen)
+
+
+def _span_words(machine, detail: Detail, at: Place, first, chunks: int):
+    """Which of a row's elements in this thread lie in its span: [row half, 128 columns]."""
+    row, column = first
+    start = at.kv_start + column
+    bounds = [(r, end) for r, end in ((detail.lo, False), (detail.hi, True)) if r is not None]
+    pointers = [machine.pointer(r, _lead_of(r, at.batch), at.q_start + row) for r, _ in bounds]
+    words = []
+    for half, chunk in itertools.product((0, 1), range(chunks)):
+        word = None
+        for pointer, (_, is_end) in zip(pointers, bounds, strict=True):
+            (bound,) = machine.load(pointer, 8 * half)
+            x = machine.clamp(bound - start - 128 * chunk, 0, 128)
+            # Elements in columns before the bound: two for each whole group of 8, and the rest.
+            part = machine.ones_from(((x >> 2) & 62) + machine.clamp(x & 7, 0, 2))
+            part = part ^ -1 if is_end else part
+            word = part if word is None else word & part
+        words.append(word)
+    return words
+
+
+def _same_ids(machine, words, detail: Detail, at: Place, first, groups: int):
+    """Words less the elements whose ids differ."""
+    row, column = first
+    chunks = len(words) // 2
+    pointer = machine.pointer(detail.q_ids, _lead_of(detail.q_ids, at.batch), at.q_start + row)
+    mine = [machine.load(pointer, 8 * half)[0] for half in (0, 1)]
+    keys = _pairs(machine, detail.kv_ids, at.batch, at.kv_start + column, groups)
+    return [
+        word & machine.word([machine.equal(mine[n // chunks], key) for key in part])
+        for n, word in enumerate(words)
+        for part in [keys[32 * (n % chunks) : 32 * (n % chunks + 1)]]
+    ]
+
+
+def _pairs(machine, ref, batch, start, groups: int):
+    """Of every 8 numbers the two that a thread's columns have, one after the other."""
+    pointer = machine.pointer(ref, _lead_of(ref, batch), start)
+    return [x for group in range(groups) for x in machine.load(pointer, 8 * group, 2)]
+
+
+def _apply_by_column(machine, registers, detail: Detail, at: Place, first):
+    """Columns are queries: every element has its own bounds."""
+    row, column = first
+    groups = len(registers) // 2
+    key = at.kv_start + row
+    keys = key, key + 8
+
+    def of_columns(ref):
+        return _pairs(machine, ref, at.batch, at.q_start + column, groups)
+
+    lo, hi = (None if ref is None else of_columns(ref) for ref in (detail.lo, detail.hi))
+
+    def seen(group, half, e):
+        n = 2 * group + e
+        after = None if lo is None else keys[half] >= lo[n]
+        return both(after, None if hi is None else keys[half] < hi[n])
+
+    def compared(registers):
+        pointer = machine.pointer(detail.kv_ids, _lead_of(detail.kv_ids, at.batch), key)
+        mine = [machine.load(pointer, 8 * half)[0] for half in (0, 1)]
+        others = of_columns(detail.q_ids)
+        return machine.choose(
+            registers, lambda group, half, e: machine.equal(mine[half], others[2 * group + e])
+        )
+
+    return _when_unsorted(machine, detail, at, machine.choose(registers, seen), compared)
+
+
+# Padding in shared memory.
+
+
+def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call) -> None:
+    """Zeroes the rows of a tile in shared memory that are padding, before wgmma reads it.
+
+    Every warpgroup that reads the tile does this for itself: writing the same zeros several times
+    is harmless, and its own 128 threads are all that it waits for. The interpreter's race detector
+    would object; there nothing is written, and the product is to be told `clean_rows_flags`.
+
+    Args:
+        ref: [rows, dim] of 16-bit numbers, in blocks of 8 x 64 with a 128-byte swizzle, which
+            moves bytes within a row's 128 only.
+        dirty_ref: `Detail.kv_dirty` or `q_dirty`.
+        batch, start: where the tile's rows begin in `dirty_ref`; int32 scalars.
+        when: scalar; where it is false nothing happens.
+        call: static facts.
+    """
+    if call.interpret:
+        return
+    rows, dim = ref.shape
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), (SCALAR,) * 3))
+    def emit(_, tile, dirty, scalars):
+        machine = Emitter()
+        condition, *scalars = (x.registers.flat[0] for x in scalars)
+        with mgpu_utils.when(machine.differs(condition, 0).ir_value):
+            batch, start = (machine.fresh(x) for x in scalars)
+            thread = machine.thread()
+            for first in range(0, rows, 128):
+                row = thread + first
+                if rows - first < 128:
+                    row = machine.clamp(row, 0, rows - 1)
+                pointer = machine.pointer(dirty, _lead_of(dirty, batch), start + row)
+                (flag,) = machine.load(pointer)
+                # Blocks of 8 rows x 64 numbers: 128 bytes a row, one after the other. The last row
+                # is cleared by several threads, if there are too many.
+                line = (row >> 3) * (8 * 128 * (dim // 64)) + (row & 7) * 128
+                lines = [line + chunk * (8 * 128) for chunk in range(dim // 64)]
+                machine.store_zeros(tile, lines, 128, flag)
+            machine.fence()
+            machine.sync()
+
+    emit(ref, dirty_ref, tuple(jnp.asarray(x, jnp.int32) for x in (when, batch, start)))
+
+
+def clean_rows_flags(dirty_ref, batch, start, rows: int, call: Call):
+    """What a product of the interpreter is told in place of `clear_rows`.
+
+    Args:
+        dirty_ref, batch, start: as in `clear_rows`.
+        rows: of the tile.
+        call: static facts.
+
+    Returns:
+        bool [rows], False for padding; None on a device, where shared memory has been cleared.
+    """
+    if not call.interpret:
+        return None
+    return dirty_ref[_lead(dirty_ref, batch), pl.ds(start, rows)] == 0
+
+
+__all__ = ["Place", "clean_rows_flags", "clear_rows", "mask_tile", "mask_tile_transposed"]
