@@ -51,7 +51,8 @@ class TestBackends:
             lambda: pa.plan(None, q_len=4, kv_len=4, backend="cudnn"),
         ):
             with pytest.raises(
-                ValueError, match="backend: got 'cudnn', expected one of triton, xla, or None"
+                ValueError,
+                match="backend: got 'cudnn', expected one of mosaic_gpu, triton, xla, or None",
             ):
                 call()
 
@@ -342,7 +343,9 @@ class TestPlans:
             table = pa.plan(pa.Causal(), q_len=21, kv_len=34, head_dim=16, backend="xla")
             assert table.backend == "xla"
             assert pa.explain(q, k, v, table).backend == "xla"
-            assert pa.plan(pa.Causal(), q_len=21, kv_len=34, head_dim=16).backend == "triton"
+            sizes = {"q_len": 21, "kv_len": 34, "head_dim": 16}
+            assert pa.plan(pa.Causal(), **sizes).backend == "mosaic_gpu"
+            assert pa.plan(pa.Causal(), **sizes, dtype=jnp.float32).backend == "triton"
 
     def test_a_predicate_plans_for_the_heads_it_is_told(self):
         q, k, v = operands()

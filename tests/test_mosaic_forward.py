@@ -61,7 +61,9 @@ def test_maxima_that_grow_are_rescaled(growth):
     problem = Problem(lens=(200, 512), heads=(2, 2), dims=(64, 64))
     data = testing.make_inputs(problem, "bfloat16", pa.Causal(align="bottom_right"), "grow")
     q, k, v = data.operands[:3]
-    grown = k * (1.0 + growth * jnp.arange(512, dtype=jnp.float32)[None, :, None, None])
+    grown = k.astype(jnp.float32) * (
+        1.0 + growth * jnp.arange(512, dtype=jnp.float32)[None, :, None, None]
+    )
     data = data._replace(operands=Operands(jnp.abs(q), grown.astype(k.dtype), v))
     forward_only(problem, data)
 

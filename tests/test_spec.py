@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
+from pallas_attn import backends
 from pallas_attn.call import Call
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import padded_dim, split_dim
@@ -151,12 +152,12 @@ def test_other_dtypes_are_refused(dtype):
 def test_tiles_are_checked():
     for size in (0, 8, 24, -16):
         with pytest.raises(
-            ValueError, match=f"block_q: got {size}, expected a power of two from 16"
+            ValueError, match=f"block_q: got {size}, expected a multiple of 16 from 16 up"
         ):
             pa.KernelTiles(size, 16)
-        with pytest.raises(ValueError, match=f"block_kv: got {size}, expected a power of two"):
+        with pytest.raises(ValueError, match=f"block_kv: got {size}, expected a multiple of 16"):
             pa.KernelTiles(16, size)
-    with pytest.raises(ValueError, match="num_warps: got 3, expected 1, 2, 4, 8 or 16"):
+    with pytest.raises(ValueError, match="num_warps: got 3, expected 1, 2, 4, 8, 12 or 16"):
         pa.KernelTiles(16, 16, 3)
     with pytest.raises(ValueError, match="num_stages: got 9, expected 1 to 8"):
         pa.KernelTiles(16, 16, 4, 9)
@@ -186,3 +187,9 @@ def test_split_dim_covers_the_dim_in_powers_of_two(dim):
     assert end == padded_dim(dim) >= dim
     assert end <= max(16, 2 * dim)
     assert chunks[-1][0] < dim
+
+
+def test_triton_takes_powers_of_two_only():
+    spec = of()
+    tiles = pa.Tiles(pa.KernelTiles(192, 128, 12), pa.KernelTiles(64, 64), pa.KernelTiles(64, 64))
+    assert "fwd's blocks are 192x128" in backends.load("triton").tiles_reason(tiles, spec, None)

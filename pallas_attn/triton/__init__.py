@@ -9,7 +9,7 @@ from pallas_attn.gpu import Gpu
 from pallas_attn.mask_core import Mask
 from pallas_attn.partition import spread
 from pallas_attn.spec import KERNEL_DTYPES, MAX_HEAD_DIM, Spec
-from pallas_attn.tiles import KernelTiles, Tiles, padded_dim
+from pallas_attn.tiles import KernelTiles, Tiles, is_power_of_two, padded_dim
 
 # At 256 channels out erred 1.3 times what the error rule allows (H200, 2026-11-29).
 MAX_FLOAT32_DIM = 192
@@ -71,6 +71,11 @@ def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
 def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
     """Why a call cannot run with these tiles, or None when it can."""
     for kernel in ("fwd", "dq", "dkv"):
+        given = getattr(tiles, kernel)
+        if not (is_power_of_two(given.block_q) and is_power_of_two(given.block_kv)):
+            return f"{kernel}'s blocks are {given.block_q}x{given.block_kv}, not powers of two"
+        if given.num_warps == 12:
+            return f"{kernel} has 12 warps, not a power of two"
         needed = smem_bytes(kernel, getattr(tiles, kernel), spec)
         if gpu is not None and needed > gpu.smem_per_block:
             return (
