@@ -170,13 +170,13 @@ CHECKS = {
             check, backend, q_heads, kv_heads
         )
         for check in (equals_one_device, no_communication)
-        for backend in pa.backends.ALL
+        for backend in ("triton", "xla")  # what takes float32
         for q_heads, kv_heads in ((4, 2), (4, 4), (4, 1))
     },
     **{
         f"{check.__name__}-{backend}": functools.partial(check, backend)
         for check in (explicit_shard_map, mapped_axis_sharded)
-        for backend in pa.backends.ALL
+        for backend in ("triton", "xla")  # what takes float32
     },
     "uneven_heads_raise": uneven_heads_raise,
     "shard_map_check_while_interpreting": shard_map_check_while_interpreting,

@@ -87,10 +87,10 @@ def test_explain_prints_a_report():
         "v_dim 64, bfloat16",
         "mask     Causal()",
         "device   NVIDIA H200",
-        "backend  triton",
+        "backend  mosaic_gpu",
     ]
     assert "tiles    fwd " in text
-    assert "not      xla: it could, but 'triton' is preferred" in text
+    assert "not      xla: it could, but 'mosaic_gpu' is preferred" in text
 
 
 def test_explain_says_why_not():
@@ -103,7 +103,8 @@ def test_explain_says_why_not():
     with gpu.target("h200"):
         assert "up to 256" in pa.explain(*structs(dim=512)).reasons["triton"]
         asked = pa.explain(*structs(), backend="xla")
-        assert asked.reasons == {"triton": "it could, but 'xla' was asked for"}
+        could = "it could, but 'xla' was asked for"
+        assert asked.reasons == {"mosaic_gpu": could, "triton": could}
 
 
 def test_explain_takes_what_mha_takes():

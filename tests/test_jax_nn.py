@@ -170,7 +170,9 @@ def test_implementation_names_a_backend():
             pa.dot_product_attention(q, k, v, implementation="xla"),
             atol=2e-5,
         )
-    with pytest.raises(ValueError, match="backend: got 'cudnn', expected one of triton, xla"):
+    with pytest.raises(
+        ValueError, match="backend: got 'cudnn', expected one of mosaic_gpu, triton, xla"
+    ):
         inspect.unwrap(pa.dot_product_attention)(q, k, v, implementation="cudnn")
 
 
