@@ -26,7 +26,7 @@ def dot_product_attention(
     query_seq_lengths=None,
     key_value_seq_lengths=None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["triton", "xla"] | None = None,
+    implementation: Literal["mosaic_gpu", "triton", "xla"] | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention; swapping the import is the whole migration from jax.nn.

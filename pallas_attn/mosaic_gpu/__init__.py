@@ -47,12 +47,13 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
 
 def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
     """Schedules worth trying for a call, the default first."""
+    from pallas_attn import triton
     from pallas_attn.mosaic_gpu.common import padded
 
-    del mask, gpu
     wide = max(padded(spec.head_dim), padded(spec.v_dim))
     options = next(tiles for most, tiles in _FORWARD if wide <= most)
-    return [Tiles(fwd, _UNUSED, _UNUSED) for fwd in options]
+    back = triton.candidate_tiles(spec, mask, gpu)[0]
+    return [Tiles(fwd, back.dq, back.dkv) for fwd in options]
 
 
 def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
@@ -60,9 +61,20 @@ def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
     needed = smem_bytes(tiles.fwd, spec)
     if gpu is not None and needed > gpu.smem_per_block:
         return f"fwd needs {needed} bytes of shared memory, and {gpu.name} has {gpu.smem_per_block}"
-    if tiles.fwd.block_q not in (64, 128, 192):
-        return f"fwd's block_q is {tiles.fwd.block_q}, and it takes 64, 128 and 192"
-    return None
+    fwd = tiles.fwd
+    if fwd.block_q not in (64, 128, 192) or fwd.block_kv not in (64, 128, 256):
+        return (
+            f"fwd's blocks are {fwd.block_q}x{fwd.block_kv}, and it takes 64, 128 or 192 queries "
+            "and 64, 128 or 256 keys"
+        )
+    if fwd.num_warps != fwd.block_q // 16:
+        return f"fwd has {fwd.num_warps} warps, and {fwd.block_q} queries take {fwd.block_q // 16}"
+    if fwd.num_stages < 2:
+        # With one slot each for k and v, producer and consumers would wait for each other.
+        return "fwd has 1 stage, and it takes 2 or more"
+    from pallas_attn import triton
+
+    return triton.tiles_reason(dataclasses.replace(tiles, fwd=tiles.dq), spec, gpu)
 
 
 def smem_bytes(tiles: KernelTiles, spec: Spec) -> int:
@@ -82,8 +94,6 @@ _FORWARD = (
     (192, (KernelTiles(192, 64, 12, 2), KernelTiles(128, 64, 8, 3))),
     (256, (KernelTiles(128, 64, 8, 2),)),
 )
-# The Triton kernels of the backward choose their own tiles.
-_UNUSED = KernelTiles(64, 64, 8, 2)
 
 
 def build_table(mask: Mask, tiles: Tiles, spec: Spec):
@@ -104,12 +114,8 @@ def run_forward(call, q, k, v, bias, sinks, table):
 
 
 def run_backward(call, q, k, v, bias, table, residuals):
-    """dq, dk, dv by the Triton kernels, from the lse that the Hopper forward leaves."""
-    from pallas_attn import block_table, gpu, triton
+    """dq, dk, dv by the Triton kernels, whose tables `table` holds too."""
+    from pallas_attn import triton
 
-    spec = call.spec
-    tiles = triton.candidate_tiles(spec, table.mask, gpu.detect())[0]
-    grid_of = block_table.grid_for(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
-    table = block_table.build(table.mask, tiles, grid_of, "triton")
-    call = dataclasses.replace(call, tiles=tiles, backend="triton")
+    call = dataclasses.replace(call, backend="triton")
     return triton.run_backward(call, q, k, v, bias, table, residuals)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
@@ -24,7 +23,6 @@ from pallas_attn.call import Call
 UNIT = 64
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Inputs(NamedTuple):
@@ -214,6 +212,3 @@ def launch(body, inputs: Inputs, *, name: str, outs, scratch, blocks: int, threa
         ),
         kernel_name=name,
     )(*leaves)
-
-
-__all__ = ["COLUMN", "ROW", "TILE", "UNIT", "Inputs", "launch", "mgpu_utils"]

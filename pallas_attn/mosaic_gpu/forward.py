@@ -260,9 +260,11 @@ def _clear_padding(kernel: Kernel, work, n, slot) -> None:
 def _add_pv(kernel: Kernel, work, n, acc, p, slot) -> None:
     """Starts acc += p·v of the n-th block."""
     dirty, v_rows = kernel.inputs.extra.detail.kv_dirty, None
-    if dirty is not None and kernel.call.interpret:
-        row = work.mask_batch if dirty.shape[0] > 1 else 0
-        v_rows = dirty[row, pl.ds(work.at(n) * kernel.block_kv, kernel.block_kv)] == 0
+    if dirty is not None:
+        start = work.at(n) * kernel.block_kv
+        v_rows = masking.clean_rows_flags(
+            dirty, work.mask_batch, start, kernel.block_kv, kernel.call
+        )
     mma.pv(acc, p, kernel.smem.v.data.at[slot], call=kernel.call, v_rows=v_rows)
 
 

@@ -295,13 +295,6 @@ class Blocks(NamedTuple):
         """The n-th block."""
         return self.first + n if self.row is None else self.row[0][(*self.row[1], n)]
 
-    def partial(self, n):
-        """Whether the n-th block is partly visible only."""
-        if self.row is not None:
-            return n >= self.full_last
-        block = self.first + n
-        return (block < self.full_first) | (block >= self.full_last)
-
 
 def _list_row(visits: Visits, tile: Tile, mask_head) -> Blocks:
     sizes = visits.table.shape
