@@ -173,6 +173,9 @@ def row_visits(mask: Mask, grid: TileGrid) -> Visits:
 
 def column_visits(mask: Mask, grid: TileGrid) -> Visits:
     """For each block of keys, the blocks of queries to visit."""
+    run = _columns_of_span(mask, grid)
+    if run is not None:
+        return dataclasses.replace(_run(run), by_key=True)
     some, every = mask.tiles(grid)
     q_first, _ = grid.q_bounds
     every = every & (q_first + np.int32(grid.block_q) <= np.int32(grid.q_len))
@@ -184,6 +187,35 @@ def column_visits(mask: Mask, grid: TileGrid) -> Visits:
         return dataclasses.replace(_run(_runs_of(some, every)), by_key=True)
     uniform = mask.uniform(grid) and grid.q_len % grid.block_q == 0
     return dataclasses.replace(_list(some, every, uniform=uniform), by_key=True)
+
+
+def _columns_of_span(mask: Mask, grid: TileGrid):
+    """`column_visits` of one interval a row that only ever moves on, without a map of all blocks.
+
+    Returns:
+        [1, 1, num_kv, 4]; None where the mask is not of that kind or not known while tracing.
+    """
+    span = mask.row_span(mask_core.row_positions(grid)) if mask.runs else None
+    if span is None or xp_of(*span) is not np:
+        return None
+    bounds = span_bounds(grid, *span)
+    if any(b.shape[:-1] != (1,) or (np.diff(b) < 0).any() for b in bounds):
+        return None
+    first, last, inner_first, inner_last = (b[0] for b in bounds)
+    if (first > last).any():
+        return None  # queries that see nothing, which no order holds for
+    kv_first, kv_last = (b.reshape(-1) for b in grid.kv_bounds)
+    full_from, full_to = (
+        np.searchsorted(ends, at, "right")
+        for ends, at in ((inner_last, kv_last), (inner_first, kv_first))
+    )
+    run = _ordered(
+        np.searchsorted(last, kv_first, "right"),
+        full_from,
+        np.minimum(full_to, grid.q_len // grid.block_q),
+        np.searchsorted(first, kv_last, "right"),
+    )
+    return run[None, None]
 
 
 def _to_rank_4(some, every, grid: TileGrid):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pallas_attn as pa
 from pallas_attn import block_table, gpu
-from pallas_attn.mask_core import TileGrid
+from pallas_attn.mask_core import Position, TileGrid
 
 SIZES = [(2, 2, 21, 34), (1, 2, 30, 17)]
 NAMES = sorted(mask_truth.leaves(0, 1, 1, 4, 4))
@@ -314,3 +314,35 @@ def test_nothing_quadratic_at_131072_tokens(name, backend):
     assert largest(jaxpr.jaxpr) <= 1 << 26
     # Seconds, with room for a busy machine.
     assert seconds < 60
+
+
+STATIC = [
+    pa.Full(), pa.Causal(), pa.Causal(5), pa.Causal(align="bottom_right"), pa.PrefixLM(40),
+    pa.Chunked(24), pa.SlidingWindow(30, 10), pa.Causal() & pa.SlidingWindow(20),
+    pa.Causal(-40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", STATIC, ids=str)
+@pytest.mark.parametrize("lens", [(128, 128), (130, 97), (70, 200)], ids=str)
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16)], ids=str)
+def test_columns_of_a_span_need_no_map(mask, lens, blocks):
+    grid = TileGrid(1, 1, *lens, *blocks)
+    some, every = mask.tiles(grid)
+    every = every & (grid.q_bounds[0] + np.int32(grid.block_q) <= grid.q_len)
+    some, every = (x.swapaxes(-1, -2) for x in block_table._to_rank_4(some, every, grid))
+    quick = block_table._columns_of_span(mask, grid)
+    if quick is not None:
+        np.testing.assert_array_equal(quick, block_table._runs_of(some, every))
+    else:
+        q, kv = np.arange(lens[0])[:, None], np.arange(lens[1])[None]
+        seen = np.asarray(mask.allowed(Position(0, 0, q, kv, *lens)))
+        assert not seen.any(1).all(), "only rows that see nothing take the slow way"
+
+
+def test_tables_of_long_sequences_are_small():
+    # A map of all blocks would hold 4e9 entries.
+    grid = TileGrid(1, 1, 1 << 22, 1 << 22, 64, 64)
+    visits = block_table.column_visits(pa.Causal() & pa.SlidingWindow(100), grid)
+    assert visits.table.shape == (1, 1, 1 << 16, 4)
+    assert (visits.table[..., 3] - visits.table[..., 0]).max() == 3
