@@ -20,7 +20,8 @@ RUN := $(VENV)/bin/python
 # The oldest JAX that pyproject.toml allows, and the tests that touch what changes between releases.
 OLDEST_JAX := 0.11.2
 OLDEST_TESTS ?= tests/test_transforms.py tests/test_forward.py tests/test_predicate.py \
-    tests/test_lowering.py tests/test_sharding.py tests/test_flax_attention_fn.py
+    tests/test_lowering.py tests/test_mosaic_lowering.py tests/test_sharding.py \
+    tests/test_flax_attention_fn.py
 
 .PHONY: train sample test test-oldest lint format clean
 .DELETE_ON_ERROR:

@@ -86,7 +86,13 @@ NO_MAX = -1e30
 LAZY_LOG2 = 8.0
 
 
-def lazy_softmax(row_max, row_sum, x, factor: float):
+def weights(x, factor: float, shift):
+    """(p, its row sums) with p = 2^(x·factor - shift), shift a row vector."""
+    p = jnp.exp2(x * factor - widen(shift, x.shape))
+    return p, p.sum(axis=1)
+
+
+def lazy_softmax(row_max, row_sum, x, factor: float, weights=weights):
     """`online_softmax` that keeps an old maximum while the new one is not much larger.
 
     Then nothing that was accumulated has to be rescaled; p may grow to 2^8 instead of 1, which
@@ -96,6 +102,7 @@ def lazy_softmax(row_max, row_sum, x, factor: float):
         row_max: [rows], a maximum of x as of `logits`, without the factor; `NO_MAX` at the start.
         row_sum: [rows], the sum of 2^(factor·(x - row_max)).
         x, factor: from `logits`; x is -inf where masked.
+        weights: for kernels that make p in another order.
 
     Returns:
         the new maximum and sum; the factor for what was accumulated; and p.
@@ -103,8 +110,8 @@ def lazy_softmax(row_max, row_sum, x, factor: float):
     grown = jnp.maximum(row_max, x.max(axis=1))
     new_max = jnp.where((grown - row_max) * factor > LAZY_LOG2, grown, row_max)
     correction = jnp.exp2((row_max - new_max) * factor)
-    p = jnp.exp2(x * factor - widen(new_max * factor, x.shape))
-    return new_max, row_sum * correction + p.sum(axis=1), correction, p
+    p, total = weights(x, factor, new_max * factor)
+    return new_max, row_sum * correction + total, correction, p
 
 
 def finalize(row_max, row_sum, sink=None):

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_attn import _compat, tile_math
 from pallas_attn import gpu as gpus
@@ -23,6 +25,7 @@ from pallas_attn.call import Call
 UNIT = 64
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Inputs(NamedTuple):
@@ -100,6 +103,28 @@ def named_barrier(action: str, index, threads: int) -> None:
     emit(jnp.asarray(index, jnp.int32))
 
 
+def fresh(x, call: Call):
+    """A copy of an int32 scalar of which the compiler knows nothing.
+
+    What is computed from it is not kept in registers from one step of a loop to the next.
+    """
+    if call.interpret:
+        return x
+    scalar = plgpu.Layout.WG_SPLAT
+    out = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar)
+
+    @plgpu.inline_mgpu(arg_types=(scalar,), return_type=out)
+    def emit(_, x):
+        (register,) = x.registers.flat
+        i32 = ir.IntegerType.get_signless(32)
+        copy: Any = llvm.inline_asm(
+            i32, [register], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
+        )
+        return fragmented_array.FragmentedArray.splat(copy, (), is_signed=True)
+
+    return emit(x)
+
+
 def element(register, index: int):
     """One number of a register that may hold several."""
     if not isinstance(register.type, ir.VectorType):
@@ -144,6 +169,70 @@ def rescale(acc, correction, call: Call):
         )
 
     return emit(acc, correction)
+
+
+def weights(x, factor: float, shift, *, dtype, call: Call):
+    """`tile_math.weights` with p as `dtype`, made pair by pair.
+
+    A whole tile of p in float32, waiting to be summed and converted, would take registers that
+    three consumers with 128 channels do not have.
+
+    Args:
+        x: [64, n] float32.
+        factor, shift: as there.
+        dtype: of p, bfloat16 or float16.
+        call: static facts.
+    """
+    if call.interpret:
+        p, total = tile_math.weights(x, factor, shift)
+        return p.astype(dtype), total
+    p_type = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=TILE)
+    sum_type = plgpu.ShapeDtypeStruct(shift.shape, jnp.dtype(jnp.float32), layout=ROW)
+
+    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=(p_type, sum_type))
+    def emit(_, x, shift):
+        f32 = ir.F32Type.get()
+        narrow = ir.BF16Type.get() if jnp.dtype(dtype) == jnp.bfloat16 else ir.F16Type.get()
+        scale = arith.constant(f32, ir.FloatAttr.get(f32, factor))
+        shifts = [arith.negf(element(r, 0)) for r in shift.registers.flat]
+        sums: list[list[Any]] = [[], []]
+        pairs = []
+        # Registers are pairs of neighbouring columns, of a thread's upper and lower row in turn.
+        for i, register in enumerate(x.registers.flat):
+            pair = [
+                _exp2(mlir_math.fma(element(register, e), scale, shifts[i % 2])) for e in (0, 1)
+            ]
+            old = sums[i % 2]
+            sums[i % 2] = [arith.addf(*ab) for ab in zip(old, pair, strict=True)] if old else pair
+            both = vector.from_elements(ir.VectorType.get((2,), f32), pair)
+            pairs.append(arith.truncf(ir.VectorType.get((2,), narrow), both))
+        totals = [_sum_of_quad(arith.addf(*pair)) for pair in sums]
+        like: Any = next(iter(shift.registers.flat)).type
+        if isinstance(like, ir.VectorType):
+            totals = [vector.broadcast(like, total) for total in totals]
+        return _with_registers(x, pairs), _with_registers(shift, totals)
+
+    return emit(x, shift)
+
+
+def _exp2(x) -> Any:
+    return llvm.inline_asm(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def _sum_of_quad(x):
+    """Sums over the four lanes that share a row."""
+    for distance in (1, 2):
+        x = arith.addf(x, mgpu_utils.shfl_bfly(x, distance))
+    return x
+
+
+def _with_registers(array, registers):
+    """An array laid out like another."""
+    held = np.empty(len(registers), dtype=object)
+    held[:] = registers
+    return fragmented_array.FragmentedArray(
+        _registers=held.reshape(array.registers.shape), _layout=array.layout, _is_signed=None
+    )
 
 
 def when_in_place(condition, array, change):

@@ -210,12 +210,10 @@ def _compute_tile(kernel: Kernel, outs, work: schedule.Work, slot):
 
 
 def _skip(kernel: Kernel, count, slot):
-    """Hands back the slots of blocks that these rows do not see, in step with the others."""
+    """Hands back the slots of blocks that these rows do not see."""
     smem, stages = kernel.smem, kernel.stages
 
     def one(_, slot):
-        schedule.wait_turn(kernel)
-        schedule.pass_turn(kernel)
         # A slot may be released only after it was filled: the release before is then complete.
         for slots in (smem.k, smem.v):
             ring.wait_full(slots, slot)
@@ -225,13 +223,13 @@ def _skip(kernel: Kernel, count, slot):
     return lax.fori_loop(jnp.int32(0), count, one, slot)
 
 
-def _scores(kernel: Kernel, slot):
-    """S = q·kᵀ of this warpgroup's rows and a block of keys, awaited."""
+def _scores(kernel: Kernel, work, n, slot):
+    """S = q·kᵀ of this warpgroup's rows and the n-th block of keys, awaited."""
     call, smem = kernel.call, kernel.smem
 
     def body(acc):
         mma.qk(acc, smem.q.data.at[kernel.wg], smem.k.data.at[slot], call=call)
-        schedule.pass_turn(kernel)
+        schedule.pass_turn(kernel, work, n)
         return mma.load(acc, 0, call=call)
 
     return pl.run_scoped(body, mma.accumulator((UNIT, kernel.block_kv), call=call))
@@ -246,7 +244,11 @@ def _softmax(kernel: Kernel, work, n, s, row_max, row_sum):
             work.mask_batch, work.mask_head, work.q_start, work.at(n) * kernel.block_kv
         )
         x = masking.mask_tile(x, kernel.inputs.extra.detail, place, work.partial(n), call=call)
-    return tile_math.lazy_softmax(row_max, row_sum, x, factor)
+    weights = tile_math.weights
+    if not kernel.plan.overlap:
+        # With overlap p has to stay float32 until p·v of the block before has read its own p.
+        weights = functools.partial(common.weights, dtype=kernel.inputs.v.dtype, call=call)
+    return tile_math.lazy_softmax(row_max, row_sum, x, factor, weights)
 
 
 def _clear_padding(kernel: Kernel, work, n, slot) -> None:
@@ -281,22 +283,23 @@ def _start(kernel: Kernel):
 
 def _attend(kernel: Kernel, work, acc, slot):
     """Block after block: s, softmax, p·v. p·v of one block and s of the next share a turn."""
+    whole = kernel
     smem, stages, call = kernel.smem, kernel.stages, kernel.call
     pl.when(work.count > 0)(lambda: ring.wait_full(smem.k, slot))
-    schedule.wait_turn(kernel)
+    schedule.wait_turn(kernel, work, jnp.int32(0))
 
     def step(n, carry):
         row_max, row_sum, slot = carry
-        s = _scores(kernel, slot)
+        kernel = whole._replace(wg=common.fresh(whole.wg, call))
+        s = _scores(kernel, work, n, slot)
         ring.release(smem.k, slot)
         _release_q(kernel, n + 1 == work.count)
         row_max, row_sum, correction, p = _softmax(kernel, work, n, s, row_max, row_sum)
-        p = p.astype(kernel.inputs.v.dtype)
         scaled = common.rescale(mma.load(acc, None, call=call), correction, call)
         scaled, p, row_max, row_sum = lax.optimization_barrier((scaled, p, row_max, row_sum))
         ring.wait_full(smem.v, slot)
         _clear_padding(kernel, work, n, slot)
-        schedule.wait_turn(kernel)
+        schedule.wait_turn(kernel, work, n + 1)
         acc[...] = scaled
         _add_pv(kernel, work, n, acc, p, slot)
         following = ring.next_slot(slot, stages)
@@ -307,7 +310,7 @@ def _attend(kernel: Kernel, work, acc, slot):
 
     carry = (*_start(kernel), slot)
     row_max, row_sum, slot = lax.fori_loop(jnp.int32(0), work.count, step, carry)
-    schedule.pass_turn(kernel)
+    schedule.pass_turn(kernel, work, work.count)
     return mma.load(acc, 0, call=call), row_max, row_sum, slot
 
 
@@ -315,8 +318,8 @@ def _attend_overlapped(kernel: Kernel, work, acc, slot):
     """As `_attend`, but s of a block is issued with p·v of the one before it."""
     smem, stages, call = kernel.smem, kernel.stages, kernel.call
     ring.wait_full(smem.k, slot)
-    schedule.wait_turn(kernel)
-    s = _scores(kernel, slot)
+    schedule.wait_turn(kernel, work, jnp.int32(0))
+    s = _scores(kernel, work, jnp.int32(0), slot)
     ring.release(smem.k, slot)
     row_max, row_sum, _, p = _softmax(kernel, work, jnp.int32(0), s, *_start(kernel))
     p = p.astype(kernel.inputs.v.dtype)
@@ -335,12 +338,12 @@ def _attend_overlapped(kernel: Kernel, work, acc, slot):
     def step(n, carry):
         row_max, row_sum, p, slot = carry
         following = ring.next_slot(slot, stages)
-        schedule.wait_turn(kernel)
+        schedule.wait_turn(kernel, work, n)
 
         def body(s_acc):
             mma.qk(s_acc, smem.q.data.at[kernel.wg], smem.k.data.at[following], call=call)
             _add_pv(kernel, work, n - 1, acc, p, slot)
-            schedule.pass_turn(kernel)
+            schedule.pass_turn(kernel, work, n)
             s = mma.load(s_acc, 1, call=call)
             ring.release(smem.k, following)
             _release_q(kernel, n + 1 == work.count)

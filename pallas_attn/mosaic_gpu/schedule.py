@@ -82,7 +82,7 @@ def plan(call: Call, inputs: Inputs) -> Plan:
         num_wgs=wgs,
         overlap=wide != 128 or wgs != 3,
         stage_out=stages_out(spec),
-        registers=(160, 24) if wgs == 3 else (240, 24),
+        registers=(160, 32) if wgs == 3 else (240, 24),
         turns=wgs > 1,
         units=units,
         packed=packed,
@@ -135,6 +135,7 @@ class Unit(NamedTuple):
 FIELDS = (
     "count", "before", "after", "first", "full_first", "full_last",
     "q_start", "batch", "head", "exists", "mask_batch", "mask_head", "tile",
+    "turn_first", "turn_last",
 )  # fmt: skip
 
 
@@ -144,7 +145,8 @@ class Work:
     count: blocks to work on; before, after: blocks of the tile to skip; first, full_first,
     full_last: of a run, blocks of keys (of a list, full_last counts the fully visible ones);
     q_start: the first row; batch, head: where it lies here; mask_batch, mask_head: where masks
-    count it; exists: 0 for rows that the first tile is short of; tile: its index in its stream.
+    count it; exists: 0 for rows that the first tile is short of; tile: its index in its stream;
+    turn_first, turn_last: see `_turns`.
     """
 
     def __init__(self, fields, index, visits: Visits):
@@ -174,13 +176,32 @@ def tell(plan: Plan, inputs: Inputs, tile: Tile, unit: Unit, write) -> None:
     """Producer: writes a unit's share of a tile; `write(field number, value)`."""
     blocks = blocks_of_unit(plan, inputs, tile, unit)
     none = jnp.int32(0)
+    first_turn, last_turn = _turns(plan, inputs, tile, blocks)
     values = (
         blocks.count, blocks.before, blocks.after, blocks.first, blocks.full_first,
         blocks.full_last, unit.q_unit * UNIT, tile.batch, unit.head,
         jnp.where(unit.exists, jnp.int32(1), none), tile.mask_batch, unit.mask_head, tile.index,
+        first_turn, last_turn,
     )  # fmt: skip
     for i, value in enumerate(values):
         write(i, none if value is None else value)
+
+
+def _turns(plan: Plan, inputs: Inputs, tile: Tile, blocks: "Blocks"):
+    """The first and the last of a unit's blocks at which it takes turns with the tile's others.
+
+    They do so at the blocks that all of them see, and so all equally often. At the others a unit
+    goes ahead as far as the ring allows: if it waited, each block that few units see would take
+    as long as one that all see. The turn after the last block serves its p·v.
+    """
+    if blocks.row is not None:
+        return jnp.int32(0), jnp.int32(FAR)
+    first, last = jnp.int32(0), jnp.int32(FAR)
+    for w in range(plan.num_wgs):
+        own_first, _, _, own_last = _run_row(inputs.visits, tile, unit_of(plan, tile, w))
+        first, last = jnp.maximum(first, own_first), jnp.minimum(last, own_last)
+    last_turn = last - blocks.first - (1 if plan.overlap else 0)
+    return first - blocks.first, jnp.where(first < last, last_turn, jnp.int32(-1))
 
 
 def order(plan: Plan):
@@ -362,15 +383,23 @@ def start_turns(kernel) -> None:
             common.named_barrier("arrive", _turn_barrier(plan, jnp.int32(0)), 256)
 
 
-def wait_turn(kernel) -> None:
-    """Waits until this warpgroup may issue its matmuls."""
+def _at_turn(kernel, work, turn, act) -> None:
     if kernel.plan.turns and not kernel.plan.interpret:
-        common.named_barrier("sync", _turn_barrier(kernel.plan, kernel.wg), 256)
+        pl.when((turn >= work.turn_first) & (turn <= work.turn_last))(act)
 
 
-def pass_turn(kernel) -> None:
-    """Lets the next warpgroup issue its matmuls."""
-    plan = kernel.plan
-    if plan.turns and not plan.interpret:
-        following = jnp.where(kernel.wg == plan.num_wgs - 1, jnp.int32(0), kernel.wg + 1)
-        common.named_barrier("arrive", _turn_barrier(plan, following), 256)
+def wait_turn(kernel, work: Work, turn) -> None:
+    """Waits until this warpgroup may issue the matmuls of its block `turn`, if it takes turns."""
+    barrier = _turn_barrier(kernel.plan, kernel.wg)
+    _at_turn(kernel, work, turn, lambda: common.named_barrier("sync", barrier, 256))
+
+
+def pass_turn(kernel, work: Work, turn) -> None:
+    """Lets the next warpgroup issue its matmuls, if there was a turn to wait for."""
+
+    def act():
+        wgs = kernel.plan.num_wgs
+        following = jnp.where(kernel.wg == wgs - 1, jnp.int32(0), kernel.wg + 1)
+        common.named_barrier("arrive", _turn_barrier(kernel.plan, following), 256)
+
+    _at_turn(kernel, work, turn, act)
