@@ -96,6 +96,41 @@ def field(name):
     return figure
 
 
+def over_impl(option):
+    """Returns a figure: our rate over that of our own implementation with an option."""
+
+    def figure(results, record):
+        backend = [*record["impl"].split(":"), "default"][1]
+        other = results.record(record["case"], record["mode"], f"ours:{backend}:{option}")
+        return record["tflops"] / other["tflops"] if other else None
+
+    return figure
+
+
+def over_copy(results, record):
+    """Our rate over the device's at copying as many bytes as are read."""
+    other = results.record(record["case"], record["mode"], "copy")
+    return record["tb_s"] / other["tb_s"] if other else None
+
+
+def over_equal(results, record):
+    """Our rate at varied lengths over the one at equal lengths of the same mean."""
+    other = results.record(EQUAL, record["mode"], record["impl"])
+    same = other is not None and other["run"] == record["run"]
+    return record["tb_s"] / other["tb_s"] if same else None
+
+
+def over_forms(results, record):
+    """The rate of the form that we choose over that of the better one."""
+    backend = [*record["impl"].split(":"), "default"][1]
+    forms = [
+        results.record(record["case"], record["mode"], f"ours:{backend}:{form}")
+        for form in ("fused", "two_stage")
+    ]
+    best = max((r["tflops"] for r in forms if r), default=None)
+    return record["tflops"] / best if best else None
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 EVEN = {4000: 4096, 16321: 16384}
@@ -127,6 +162,32 @@ def anything(record):
     return True
 
 
+EQUAL, VARIED = "decode 64x4k page 64", "decode 64 lognormal, mean 4k page 64"
+PEERS_ROWS = ("64x8k", "8x32k", "1x128k")
+
+
+def serves(kind, *titles):
+    """Returns a test of records: serving of a kind, with one of these words in its name if any."""
+
+    def matches(record):
+        name = record["case"]
+        return record["shape"]["kind"] == kind and (not titles or any(t in name for t in titles))
+
+    return matches
+
+
+SERVING = (
+    Bar("decode over FA3's best split", "serve", 0.97, serves("decode", *PEERS_ROWS),
+        over("fa3_paged")),
+    Bar("decode over jax's paged_attention", "serve", 1.6, serves("decode", *PEERS_ROWS),
+        over("jax_paged")),
+    Bar("decode over the copy rate", "serve", 0.95, serves("decode", *PEERS_ROWS), over_copy,
+        aim=True),
+    Bar("varied over equal lengths", "serve", 0.9, lambda r: r["case"] == VARIED, over_equal),
+    Bar("prefill over contiguous", "serve", 0.85, serves("prefill"), over_impl("contiguous")),
+    Bar("form chosen over the better", "serve", 0.95, serves("subset"), over_forms),
+)  # fmt: skip
+
 DOCUMENTS = rows(("documents",), lengths=(32768,))
 HOPPER = ("cudnn", "fa3", "tokamax_mosaic")
 
@@ -153,6 +214,7 @@ AIMS = tuple(
 )
 
 BARS = {
+    "": SERVING,
     "triton": (
         *(
             Bar("dense over jax's own Triton kernel", mode, 1.0, rows(dims=(64, 128)),
@@ -213,7 +275,7 @@ def table(results, impl="ours:mosaic_gpu"):
 
     Args:
         results: A report.Results.
-        impl: Its name; the backend in it says which bars.
+        impl: Its name; the backend in it says which bars, "ours" alone those of serving.
     """
     lines, met = [], True
     for bar in BARS.get([*impl.split(":"), ""][1], ()):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import impls
+from benchmarks import impls, serving, suites
 
 # Largest relative errors, ||x - ref|| / ||ref||, of the output and of a gradient. A few roundings
 # of the type; float32 has room for products in TF32, which is how GPUs multiply it by default.
@@ -191,15 +191,28 @@ class Reference:
 
     def objection(self, errors):
         """Returns a sentence if a relative error is over the limit (NaN is), or None."""
-        for name, error in errors.items():
-            limit = LIMITS[self.case.shape.dtype][name != "out"]
-            if not error <= limit:
-                return f"wrong: relative error of {name} {error:.2e}, at most {limit:.1e} is right"
-        return None
+        return objection(self.case, errors)
+
+
+def objection(case, errors):
+    """Returns a sentence if a relative error is over the limit (NaN is), or None.
+
+    Args:
+        case: Of the run.
+        errors: Relative ones by name.
+    """
+    for name, error in errors.items():
+        limit = LIMITS[case.shape.dtype][name != "out"]
+        if not error <= limit:
+            return f"wrong: relative error of {name} {error:.2e}, at most {limit:.1e} is right"
+    return None
 
 
 def compile_ahead(case, modes):
     """Compiles, in any thread, what checking a case calls later; whatever fails will fail then."""
+    if suites.is_serving(case):
+        serving.expect.lower(case, serving.specs(case)).compile()
+        return
     shape, dtype = case.shape, jnp.dtype(case.shape.dtype)
     sizes = {"q": shape.q, "k": shape.k, "v": shape.v, "dout": shape.out}
     inputs = tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes.values())

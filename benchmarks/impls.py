@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import fa3
+from benchmarks import fa3, serving, suites
 
 
 def _never(case):
@@ -39,19 +39,33 @@ class Impl:
 
     Attributes:
         name: As asked for on the command line.
-        forward: (case, q, k, v, operands) -> out, traceable.
+        forward: (case, q, k, v, operands) -> out, traceable; None if it serves alone.
         absent: Returns why it can't run on this machine at all, or None.
         unsupported: Returns why it can't take this case, or None.
         prepare: (case, raw) -> operands, traceable; raw as from `raw_operands`.
         ours: Whether it is pallas_attn.
+        way: How it attends to a cache; None if it doesn't.
     """
 
     name: str
-    forward: Callable
+    forward: Callable | None
     absent: Callable[[], str | None]
     unsupported: Callable[[Any], str | None] = _never
     prepare: Callable = _nothing
     ours: bool = False
+    way: serving.Way | None = None
+
+    def takes(self, case):
+        """Returns whether a case is of the kind that this is for."""
+        if suites.is_serving(case):
+            return self.way is not None and case.shape.kind in self.way.kinds
+        return self.forward is not None
+
+    def objection(self, case):
+        """Returns why it can't take a case of its kind, or None."""
+        way = self.way if suites.is_serving(case) else self
+        assert way is not None
+        return way.unsupported(case)
 
 
 def raw_operands(case):
@@ -138,12 +152,13 @@ def _tiles(text):
 
 
 def _ours(name, backend=None, *options):
-    flags = {"unplanned", "deterministic"}
+    backend = None if backend == "default" else backend
+    flags = {"unplanned", "deterministic", *serving.OWN}
     planned, given = "unplanned" not in options, {"deterministic": "deterministic" in options}
     sizes = [option for option in options if option not in flags]
     if len(sizes) > 1 or any(not option[:1].isdigit() for option in sizes):
         raise ValueError(
-            f"{name}: after the backend come 'unplanned', 'deterministic' and tile sizes, or none"
+            f"{name}: after the backend come {', '.join(sorted(flags))} and tile sizes, or none"
         )
 
     def tiles():
@@ -178,8 +193,15 @@ def _ours(name, backend=None, *options):
             return _one_line(error)
         return None
 
+    alone = any(option in serving.OWN for option in options)
     given_to_all = {"absent": absent, "unsupported": unsupported, "prepare": prepare}
-    return Impl(name, forward=forward, ours=True, **given_to_all)
+    return Impl(
+        name,
+        forward=None if alone else forward,
+        ours=True,
+        way=serving.ours(backend, *options),
+        **given_to_all,
+    )
 
 
 # --- jax's own ------------------------------------------------------------------------------------
@@ -314,14 +336,15 @@ def _tokamax(name, implementation):
     return Impl(name, forward=forward, absent=absent, prepare=_same_document)
 
 
+def _no_fa3():
+    reason = _no_gpu()
+    if reason is None and getattr(jax.devices()[0], "compute_capability", "") != "9.0":
+        reason = "needs compute capability 9.0"
+    return reason or _importable("flash_attn3_jax")
+
+
 def _fa3(name):
     """FlashAttention-3 through flash-attn3-jax, whose published wheel has head_dim 128 alone."""
-
-    def absent():
-        reason = _no_gpu()
-        if reason is None and getattr(jax.devices()[0], "compute_capability", "") != "9.0":
-            reason = "needs compute capability 9.0"
-        return reason or _importable("flash_attn3_jax")
 
     def unsupported(case):
         if case.shape.head_dim != 128:
@@ -346,10 +369,14 @@ def _fa3(name):
     return Impl(
         name,
         forward=forward,
-        absent=absent,
+        absent=_no_fa3,
         unsupported=unsupported,
         prepare=lambda case, raw: raw.get("cu_seqlens"),
     )
+
+
+def _serves(name, *options, way, absent=_no_gpu):
+    return Impl(name, forward=None, absent=absent, way=way(*options))
 
 
 FACTORIES = {
@@ -361,9 +388,21 @@ FACTORIES = {
     "tokamax_triton": functools.partial(_tokamax, implementation="triton"),
     "tokamax_mosaic": functools.partial(_tokamax, implementation="mosaic"),
     "fa3": _fa3,
+    "fa3_paged": functools.partial(_serves, way=serving.fa3, absent=_no_fa3),
+    "jax_paged": functools.partial(
+        _serves,
+        way=serving.jax_paged,
+        absent=lambda: _no_gpu() or _importable(serving.JAX_PAGED),
+    ),
+    "copy": functools.partial(_serves, way=serving.copy, absent=lambda: None),
 }
 # Those that may be the fastest; the others cost minutes under masks that they do not skip by.
 DEFAULT = "ours:mosaic_gpu,ours:triton,cudnn,fa3,tokamax_mosaic"
+# For suites that serve.
+SERVING = (
+    "ours,ours:default:contiguous,ours:default:fused,ours:default:two_stage,"
+    "fa3_paged:1,fa3_paged:4,fa3_paged:16,fa3_paged:32,jax_paged:16,copy"
+)
 
 
 def make(spec):
@@ -374,7 +413,9 @@ def make(spec):
             mask to every call instead of a planned table, "ours:BACKEND:deterministic" asks for
             bit-equal gradients, "ours:BACKEND:128x64x8x3/64x64x4x2" sets block_q, block_kv, warps
             and stages of the forward, the dq and the dkv kernel; "jax_triton:128x64x32" sets its
-            blocks: q and kv forward, and all four backward.
+            blocks: q and kv forward, and all four backward. Of serving, see benchmarks/serving.py:
+            "ours:BACKEND:contiguous", "fused" or "two_stage" (BACKEND "default" is our choice),
+            "fa3_paged:SPLITS", "jax_paged:SPLITS", and "copy", the device's rate.
 
     Raises:
         ValueError: For an unknown name or option.

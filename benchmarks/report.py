@@ -38,10 +38,11 @@ def line(record):
             f"{start}first call {record['first_s']:.2f} s, first gradients "
             f"{record['first_grad_s']:.2f} s, then {record['host_us']:.0f} us of the host{other}"
         )
-    worst = max(record["errors"].values())
+    worst = max(record["errors"].values(), default=0.0)
+    bytes_read = f" {record['tb_s']:5.3f} TB/s" if "tb_s" in record else ""
     note = "  HOST-BOUND" if record["host_bound"] else ""
     return (
-        f"{start}{record['ms']:9.3f} ms {record['tflops']:8.1f} TFLOP/s  "
+        f"{start}{record['ms']:9.3f} ms {record['tflops']:8.1f} TFLOP/s{bytes_read}  "
         f"+-{record['spread'] / 2:.1%}  host {record['host_us']:.0f} us  error {worst:.1e}  "
         f"compile {record['lower_s'] + record['compile_s']:.1f} s{note}"
     )
@@ -96,7 +97,7 @@ def is_ours(record):
 
 
 def is_peer(record):
-    return not record["ours"]
+    return not record["ours"] and record["impl"] != "copy"
 
 
 def _ratio(a, b):
@@ -113,7 +114,7 @@ def _cells(results, case, mode):
         elif record["failed"]:
             cells.append(record["failed"].split(":")[0].split()[0])
         else:
-            cells.append(f"{record['tflops']:.3g}")
+            cells.append(f"{record.get('tb_s', record['tflops']):.3g}")
     mine, peer = (results.best(case, mode, w) for w in (is_ours, is_peer))
     masked = mine and mine["mask"]["kind"] in ("window", "documents")
     dense = results.dense(mine) if masked else None
@@ -146,6 +147,12 @@ def tables(records):
         head = ["case", "mode", *results.impls, "ours/best peer", "best peer", "ours/our causal"]
         rows = [_cells(results, *key) for key in rated]
         parts.append("TFLOP/s on visible pairs\n\n" + markdown(head, rows))
+    served = [key for key in results.rows if key[1] == "serve"]
+    if served:
+        head = ["serving", *results.impls, "ours/best peer", "best peer"]
+        rows = [[case, *_cells(results, case, mode)[2:-1]] for case, mode in served]
+        text = "TB/s of keys and values read in decode and mla, TFLOP/s on visible pairs elsewhere"
+        parts.append(f"{text}\n\n{markdown(head, rows)}")
     planned = [r for r in records if r["mode"] == "tables" and not r["failed"]]
     if planned:
         head = ["block tables", "impl", "us", "forward ms", "share", "plan + forward ms"]

@@ -8,6 +8,7 @@ are JSON lines, each complete in itself; `python -m benchmarks.report` makes tab
     python -m benchmarks.run --suite forward --mode fwd
     python -m benchmarks.run --suite backward --mode bwd --impl ours:mosaic_gpu,cudnn,fa3
     python -m benchmarks.run --suite dense,startup --filter "D128|documents" --quick
+    python -m benchmarks.run --suite serving
 """
 
 import argparse
@@ -31,7 +32,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 
 import jax
 
-from benchmarks import check, impls, report, startup, suites, timing
+from benchmarks import check, impls, report, serving, startup, suites, timing
 
 RESULTS = Path(__file__).parent / "results"
 QUICK_BUDGET_S, BUDGET_S = 170.0, 24 * 3600.0
@@ -51,8 +52,8 @@ def parse(argv):
 
     known = [*suites.SUITES, *suites.GROUPS]
     parser.add_argument("--suite", type=split, default=["dense"], help=", ".join(known))
-    told = f"default {impls.DEFAULT}; known are {', '.join(impls.FACTORIES)}"
-    parser.add_argument("--impl", type=split, default=split(impls.DEFAULT), help=told)
+    told = f"default {impls.DEFAULT}, of serving {impls.SERVING}; known are "
+    parser.add_argument("--impl", type=split, help=told + ", ".join(impls.FACTORIES))
     parser.add_argument("--mode", type=split, default=["fwd", "bwd"], help="fwd,bwd")
     told = "only cases whose name holds this, or one of several with | between"
     parser.add_argument("--filter", default="", help=told)
@@ -139,14 +140,24 @@ class Writer:
             print(report.line(record), flush=True)
 
 
-def jobs_of(args, cases, present):
+def asked_for(args, cases):
+    """Returns the implementations to run: those asked for that take any of the cases."""
+    default = {True: impls.SERVING, False: impls.DEFAULT}
+    kinds = dict.fromkeys(suites.is_serving(case) for case in cases)
+    names = args.impl or [name for kind in kinds for name in default[kind].split(",")]
+    made = [impls.make(spec) for spec in dict.fromkeys(names)]
+    return [impl for impl in made if any(impl.takes(case) for case in cases)]
+
+
+def jobs_of(args, cases, impls_present):
     """Returns the (case, mode, impl) that are to be compiled and timed, in that order."""
     jobs = []
     for case in cases:
+        present = [impl for impl in impls_present if impl.takes(case)]
         for mode in case.modes:
             if mode == "tables":
                 chosen = [i for i in present if i.ours and "unplanned" not in i.name.split(":")]
-            elif mode == "startup" or mode in args.mode:
+            elif mode in ("startup", "serve") or mode in args.mode:
                 chosen = present
             else:
                 chosen = []
@@ -208,7 +219,7 @@ class Row:
     def __init__(self, case, inputs, raw, expected):
         self.case, self.inputs, self.raw, self.expected = case, inputs, raw, expected
 
-    def calls(self, mode, programs):
+    def calls(self, mode, programs, impl):
         """Checks one implementation and returns what to time and its errors.
 
         Returns:
@@ -249,7 +260,7 @@ class Row:
         """Runs one mode for all implementations.
 
         Args:
-            mode: "fwd", "bwd" or "tables".
+            mode: "fwd", "bwd", "tables" or "serve".
             pairs: (impl, Programs) in the order to run them.
             args: The command line's repeats and seconds.
             writer: Where the results go.
@@ -259,7 +270,7 @@ class Row:
             failed = programs.failed
             if not failed:
                 try:
-                    made, errors[impl] = self.calls(mode, programs)
+                    made, errors[impl] = self.calls(mode, programs, impl)
                     calls.update({(impl, label): call for label, call in made.items()})
                 except Exception as error:
                     failed = str(error) if type(error) is RuntimeError else timing.one_line(error)
@@ -293,21 +304,52 @@ class Row:
         record = timings[mode].as_record()
         work = suites.flops(self.case, mode)
         fields |= {"gflop": work / 1e9, "tflops": float(f"{work / record['ms'] / 1e9:.5g}")}
+        if suites.is_serving(self.case) and self.case.nbytes:
+            fields["tb_s"] = float(f"{self.case.nbytes / record['ms'] / 1e9:.5g}")
         return fields | record
+
+
+class ServingRow(Row):
+    """One case of serving."""
+
+    def __init__(self, case):
+        self.case, self.inputs = case, jax.block_until_ready(serving.make(case))
+        self.expected = serving.expect(case, self.inputs)
+
+    def calls(self, mode, programs, impl):
+        """As Row's."""
+        run = programs.calls
+        reason = timing.too_large(run)
+        if reason:
+            raise RuntimeError(reason)
+        data = run["prepare"](self.inputs)
+        many = functools.partial(run["looped"], data) if "looped" in run else None
+        timed = timing.Timed(functools.partial(run["fwd"], data), many, programs.inner)
+        out = run["fwd"](data)
+        if not impl.way.checked:
+            return {mode: timed}, ({}, {})
+        errors = serving.errors(self.case, out, self.expected)
+        reason = check.objection(self.case, errors[0])
+        if reason:
+            raise RuntimeError(reason)
+        return {mode: timed}, errors
 
 
 def run_case(case, rows, args, writer):
     """Makes the inputs and the reference of one case, then runs its modes."""
-    raw = impls.raw_operands(case)
     try:
-        inputs = jax.block_until_ready(check.make_inputs(case.shape))
-        expected = check.Reference(case, inputs, raw, gradients="bwd" in rows)
+        if suites.is_serving(case):
+            row = ServingRow(case)
+        else:
+            raw = impls.raw_operands(case)
+            inputs = jax.block_until_ready(check.make_inputs(case.shape))
+            expected = check.Reference(case, inputs, raw, gradients="bwd" in rows)
+            row = Row(case, inputs, raw, expected)
     except Exception as error:
         for mode, pairs in rows.items():
             for impl, _ in pairs:
                 writer.add(case, mode, impl, failed=f"no reference: {timing.one_line(error)}")
         return
-    row = Row(case, inputs, raw, expected)
     for mode, pairs in rows.items():
         row.time(mode, pairs, args, writer)
 
@@ -336,7 +378,7 @@ def main(argv=None):
     warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
     args = parse(argv)
     cases = suites.select(args.suite, args.filter)
-    wanted = [impls.make(spec) for spec in dict.fromkeys(args.impl)]
+    wanted = asked_for(args, cases)
     reasons = {impl: impl.absent() for impl in wanted}
     run = header(args)
     print(json.dumps(run), flush=True)
@@ -350,7 +392,7 @@ def main(argv=None):
     for case, mode, impl in jobs_of(args, cases, [i for i in wanted if reasons[i]]):
         writer.add(case, mode, impl, quiet=True, failed=f"absent: {reasons[impl]}")
     jobs = jobs_of(args, cases, [i for i in wanted if not reasons[i]])
-    refusals = {(case, impl): impl.unsupported(case) for case, _, impl in jobs}
+    refusals = {(case, impl): impl.objection(case) for case, _, impl in jobs}
     start_up([job for job in jobs if job[1] == "startup"], refusals, writer)
     jobs = [job for job in jobs if job[1] != "startup"]
     programs = compile_all(jobs, refusals, args.workers, start + args.budget * COMPILE_SHARE)

@@ -10,6 +10,7 @@ import numpy as np
 
 KINDS = ("full", "causal", "window", "documents")
 MODES = ("fwd", "bwd", "tables", "startup")
+SERVING_KINDS = ("decode", "prefill", "subset", "mla")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,88 @@ class Case:
         return f"{dims} {heads} {s.batch}x{length} {self.mask.label}{dtype}"
 
 
+@dataclass(frozen=True)
+class ServingShape:
+    """Sizes of one call that attends new tokens to a cache in pages.
+
+    Attributes:
+        kind: "decode" (one new token a sequence), "prefill" (ragged chunks, causal from each
+            sequence's end), "subset" (blocks of queries with a list of pages each) or "mla" (decode
+            whose values are the first v_dim channels of the keys).
+        lens: Keys of each sequence or, for "subset", of each list.
+        q_lens: New tokens of each sequence or queries of each block.
+        page_size: Keys of a page.
+        q_heads, kv_heads, head_dim, v_dim, dtype: As in Shape.
+        pool: Keys that the pages of "subset" hold together; None for those of all sequences.
+    """
+
+    kind: str
+    lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    page_size: int
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_dim: int = 128
+    dtype: str = "bfloat16"
+    pool: int | None = None
+
+    def __post_init__(self):
+        if self.kind not in SERVING_KINDS:
+            raise ValueError(f"{self.kind=} must be one of {SERVING_KINDS}")
+
+    @property
+    def batch(self):
+        return len(self.lens)
+
+    @property
+    def tokens(self):
+        return sum(self.q_lens)
+
+    @property
+    def max_pages(self):
+        return -(-max(self.lens) // self.page_size)
+
+
+@dataclass(frozen=True)
+class ServingCase:
+    """One row of a serving suite; `title` says what its sequences are."""
+
+    suite: str
+    title: str
+    shape: ServingShape
+    modes: tuple[str, ...] = ("serve",)
+
+    @property
+    def name(self):
+        s = self.shape
+        heads = f" h{s.q_heads}" if s.kind == "mla" else ""
+        return f"{s.kind}{heads} {self.title} page {s.page_size}"
+
+    @property
+    def mask(self):
+        return CAUSAL if self.shape.kind == "prefill" else FULL
+
+    @property
+    def nbytes(self):
+        """Bytes of the keys and values that must be read once; 0 where matmuls are the limit."""
+        s = self.shape
+        if s.kind not in ("decode", "mla"):
+            return 0
+        channels = s.head_dim + (0 if s.kind == "mla" else s.v_dim)
+        return sum(s.lens) * s.kv_heads * channels * (4 if s.dtype == "float32" else 2)
+
+
+def is_serving(case):
+    return isinstance(case, ServingCase)
+
+
 def visible_pairs(shape, mask):
     """Returns how many (query, key) pairs of one head the mask shows, over the whole batch."""
+    if isinstance(shape, ServingShape):
+        pairs = sum(n * kv for n, kv in zip(shape.q_lens, shape.lens, strict=True))
+        hidden = sum(n * (n - 1) // 2 for n in shape.q_lens) if mask.kind == "causal" else 0
+        return pairs - hidden
     rows = np.arange(shape.q_len, dtype=np.int64)
     match mask.kind:
         case "causal":
@@ -122,6 +203,7 @@ def flops(case, mode):
     s = case.shape
     per_pair = {
         "fwd": 2 * (s.head_dim + s.v_dim),
+        "serve": 2 * (s.head_dim + s.v_dim),
         "bwd": 2 * (3 * s.head_dim + 2 * s.v_dim),
     }.get(mode, 0)
     return per_pair * s.q_heads * visible_pairs(s, case.mask)
@@ -214,6 +296,72 @@ def tables():
     return [replace(_case("tables", 32768, 128, DOCUMENTS), modes=("tables",))]
 
 
+def lognormal_lengths(batch=64, mean=4096, longest=16, seed=0):
+    """Returns lengths of sequences in a batch: log-normal of sigma 1, at most `longest` means."""
+    x = np.random.default_rng(seed).lognormal(0.0, 1.0, batch)
+    lengths = np.clip((x / x.mean() * mean).astype(np.int64), 1, longest * mean)
+    return tuple(int(n) for n in lengths)
+
+
+def _decode(title, lens, page_size, **sizes):
+    shape = ServingShape(sizes.pop("kind", "decode"), lens, (1,) * len(lens), page_size, **sizes)
+    return ServingCase(shape.kind, title, shape)
+
+
+def decode():
+    """One new token a sequence, on 32 query and 8 KV heads; the last with lengths that vary."""
+    rows = ((64, 8192, 16), (64, 8192, 64), (64, 8192, 128), (8, 32768, 64), (1, 131072, 64))
+    cases = [_decode(f"{b}x{n // 1024}k", (n,) * b, page) for b, n, page in rows]
+    lognormal = _decode("64 lognormal, mean 4k", lognormal_lengths(), 64)
+    return [*cases, _decode("64x4k", (4096,) * 64, 64), lognormal]
+
+
+def prefill():
+    """Chunks of 512 to 8k tokens in one batch, from the start and after 4k tokens."""
+    chunks = {
+        "512 to 8k": ((512, 1024, 2048, 4096, 8192), 0),
+        "2x8k": ((8192,) * 2, 0),
+        "16x512 after 4k": ((512,) * 16, 4096),
+    }
+    return [
+        ServingCase(
+            "prefill", title, ServingShape("prefill", tuple(n + past for n in new), new, 64)
+        )
+        for title, (new, past) in chunks.items()
+    ]
+
+
+def subset():
+    """4 x 4,096 queries in blocks, each with 2,048 keys in pages of its own, of a pool of 64k."""
+    cases = []
+    for page_size in (16, 64):
+        for block in (16, 64, 256):
+            count = 4 * 4096 // block
+            lens, q_lens = (2048,) * count, (block,) * count
+            shape = ServingShape("subset", lens, q_lens, page_size, pool=65536)
+            cases.append(ServingCase("subset", f"blocks of {block}, 2k keys", shape))
+    return cases
+
+
+def mla():
+    """Absorbed MLA: 576 channels of keys, the first 512 of them values, one KV head."""
+    sizes = {"kind": "mla", "kv_heads": 1, "head_dim": 576, "v_dim": 512}
+    return [_decode("32x8k", (8192,) * 32, 64, q_heads=heads, **sizes) for heads in (16, 128)]
+
+
+def tiny_serving():
+    """Seconds on a CPU: one call of each kind."""
+    plain = ServingShape("decode", (20, 20), (1, 1), 4, 4, 2, 16, 16, "float32")
+    shapes = (
+        plain,
+        replace(plain, lens=(1, 29)),
+        replace(plain, kind="prefill", lens=(9, 20), q_lens=(9, 5)),
+        replace(plain, kind="subset", lens=(8,) * 4, q_lens=(6,) * 4, pool=32),
+        replace(plain, kind="mla", lens=(7, 12), kv_heads=1, v_dim=8),
+    )
+    return [ServingCase("tiny_serving", f"tiny {i}", shape) for i, shape in enumerate(shapes)]
+
+
 def tiny():
     """Seconds on a CPU: the benchmark program's own test."""
     shape = Shape(1, 48, 48, 2, 2, 16, 16, "float32")
@@ -228,13 +376,15 @@ SUITES = {
     f.__name__: f
     for f in (
         *(dense, windows, documents, gqa, odd, short, long, half, tables, startup),
-        tiny,
+        *(decode, prefill, subset, mla),
+        *(tiny, tiny_serving),
     )
 }
 GROUPS = {
     "masks": ("windows", "documents"),
     "forward": ("dense", "short", "windows", "documents", "gqa", "odd", "long"),
     "backward": ("dense", "windows", "documents", "gqa"),
+    "serving": ("decode", "prefill", "subset", "mla"),
 }
 
 

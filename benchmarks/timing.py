@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import impls, suites
+from benchmarks import impls, serving, suites
 
 PLANS_IN_ONE_CALL = 16
-# Calls that would take less than SHORT_S at RATE FLOP/s are looped until they take 2 ms.
+# Calls that would take less than SHORT_S at RATE FLOP/s and BYTE_RATE bytes/s are looped until they
+# take 2 ms.
 SHORT_S, RATE, MOST_IN_ONE_CALL = 0.5e-3, 600e12, 32
+BYTE_RATE = 4e12
 
 
 @dataclass
@@ -64,6 +66,8 @@ def as_specs(tree):
 def inner_calls(case, mode):
     """Returns how many calls of a case make one program."""
     seconds = suites.flops(case, mode) / RATE
+    if suites.is_serving(case):
+        seconds = max(seconds, case.nbytes / BYTE_RATE)
     if mode == "tables" or seconds >= SHORT_S or jax.default_backend() != "gpu":
         return 1
     return int(np.clip(2e-3 / seconds, 2, MOST_IN_ONE_CALL))
@@ -100,6 +104,9 @@ def compile_programs(impl, case, mode, inner=None):
     """
     programs = Programs(inner=inner or inner_calls(case, mode))
     try:
+        if mode == "serve":
+            _compile_serving(programs, impl.way, case)
+            return programs
         dtype = jnp.dtype(case.shape.dtype)
 
         def spec(s):
@@ -131,6 +138,18 @@ def compile_programs(impl, case, mode, inner=None):
     except Exception as error:
         programs.failed = one_line(error)
     return programs
+
+
+def _compile_serving(programs, way, case):
+    """Adds preparing the cache and one call, and several in one."""
+    data = programs.add("prepare", lambda data: way.prepare(case, data), serving.specs(case))
+
+    def forward(data):
+        return way.forward(case, data)
+
+    programs.add("fwd", forward, data)
+    if programs.inner > 1:
+        programs.add("looped", looped(forward, programs.inner), data)
 
 
 def _compile_tables(programs, impl, case, qkv, raw):

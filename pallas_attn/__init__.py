@@ -1,7 +1,9 @@
 """Attention for JAX on NVIDIA GPUs: one call, one mask object, forward and backward."""
 
+from pallas_attn.allocator import OutOfPagesError, PageAllocator
 from pallas_attn.api import mha, plan
 from pallas_attn.block_table import BlockTable
+from pallas_attn.decode_call import DecodeTiles
 from pallas_attn.draw import draw
 from pallas_attn.explain import explain
 from pallas_attn.interpret import interpret
@@ -20,6 +22,8 @@ from pallas_attn.masks import (
     PrefixLM,
     SlidingWindow,
 )
+from pallas_attn.paged import PagedKV
+from pallas_attn.serving import mha_decode, page_subset_attention, paged_attention
 from pallas_attn.tiles import KernelTiles, Tiles
 from pallas_attn.varlen import mha_varlen
 
@@ -28,6 +32,7 @@ __all__ = [
     "BlockTable",
     "Causal",
     "Chunked",
+    "DecodeTiles",
     "Dense",
     "Dilated",
     "Document",
@@ -35,6 +40,9 @@ __all__ = [
     "KernelTiles",
     "Lengths",
     "Mask",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PagedKV",
     "Predicate",
     "PrefixLM",
     "SlidingWindow",
@@ -44,6 +52,9 @@ __all__ = [
     "explain",
     "interpret",
     "mha",
+    "mha_decode",
     "mha_varlen",
+    "page_subset_attention",
+    "paged_attention",
     "plan",
 ]

@@ -39,3 +39,16 @@ def backend(request):
     """Each backend's name, while it can run here: kernels by interpretation on a CPU."""
     with testing.running(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def report(request):
+    """Lines for the end of the run."""
+    lines = []
+    yield lines
+    plugins = request.config.pluginmanager
+    terminal = plugins.getplugin("terminalreporter")
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        for line in lines if terminal else ():
+            terminal.ensure_newline()
+            terminal.write_line(line)

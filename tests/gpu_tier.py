@@ -7,6 +7,7 @@ counts as hanging, and another process takes the rest.
 
     python tests/gpu_tier.py --out results.txt               everything
     python tests/gpu_tier.py -k "mosaic_gpu and not window"  pytest's selection
+    python tests/gpu_tier.py -k serving                      attention to a cache alone
     python tests/gpu_tier.py --limit 300 --processes 6 tests/test_gpu.py
 
 The summary names what failed, hung or was not reached; the exit status is 0 where nothing did.
@@ -46,7 +47,8 @@ def parse(argv):
     parser = argparse.ArgumentParser(
         description="\n".join(lines), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tests", nargs="*", default=["tests/test_gpu.py"], help="files or node ids")
+    files = ["tests/test_gpu.py", "tests/test_gpu_serving.py"]
+    parser.add_argument("tests", nargs="*", default=files, help="files or node ids")
     parser.add_argument("-k", default="", help="pytest's selection by name")
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--limit", type=float, default=540, help="seconds for all")

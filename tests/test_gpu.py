@@ -199,19 +199,6 @@ def _host():
 
 
 @pytest.fixture(scope="module")
-def report(request):
-    """Lines for the end of the run."""
-    lines = []
-    yield lines
-    plugins = request.config.pluginmanager
-    terminal = plugins.getplugin("terminalreporter")
-    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
-        for line in lines if terminal else ():
-            terminal.ensure_newline()
-            terminal.write_line(line)
-
-
-@pytest.fixture(scope="module")
 def measured(request, report):
     """A future of each selected run."""
     calls = (getattr(item, "callspec", None) for item in request.session.items)

@@ -21,6 +21,7 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS = 500, 80, 150, 10
 PUBLIC = {
     "api.py": {"mha", "plan"},
     "varlen.py": {"mha_varlen"},
+    "serving.py": {"paged_attention", "mha_decode", "page_subset_attention"},
     "jax_nn.py": {"dot_product_attention"},
     "explain.py": {"explain"},
     "flax_nnx.py": {"attention_fn", "__init__"},

@@ -67,8 +67,8 @@ def dot(a, b, *, transpose_b: bool = False):
     )
 
 
-def exp2_for(call: Call):
-    """`tile_math.exp2_of` as two instructions.
+def exp2_for(call):
+    """`tile_math.exp2_of` as two instructions, for a call of any kind.
 
     Triton's own exp2 guards against denormals with three more instructions an element, and XLA does
     not let it fuse the scaling into the subtraction. Flushing denormal probabilities to 0 costs
