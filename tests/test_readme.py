@@ -40,6 +40,10 @@ def test_measured_figures_are_in_the_results():
     for case, cells in rows:
         case = re.sub(r"window (\d+)", r"window(\1,0)", case)
         for cell in cells.split(" | "):
+            if cell.startswith("x"):  # the first figure of the row over the best of the others
+                first, *peers = (float(x) for x in cells.split(" | ")[:-1] if x != "-")
+                assert abs(first / max(peers) - float(cell[1:])) <= 0.01, (case, cell)
+                continue
             for mode, figure in zip(("fwd", "bwd"), cell.split(" / "), strict=False):
                 if figure != "-":
                     near = [abs(x - float(figure)) for x in records[case, mode]]
