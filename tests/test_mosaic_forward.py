@@ -119,13 +119,3 @@ def test_what_it_does_not_take_is_said():
         assert pa.explain(half, half, half).backend == "mosaic_gpu"
     with pa.gpu.target("a100"):
         assert "9.0" in pa.explain(half, half, half).reasons["mosaic_gpu"]
-
-
-@pytest.mark.parametrize("mask", [pa.Causal(), pa.Causal() & pa.SlidingWindow(20)], ids=str)
-def test_gradients_follow_the_forward(mask):
-    problem = Problem(batch=2, lens=(70, 70), heads=(4, 2), dims=(64, 64), sinks=True)
-    data = testing.make_inputs(problem, "bfloat16", mask, "gradients")
-    tiles = pa.Tiles(pa.KernelTiles(128, 64, 8), *(pa.KernelTiles(32, 32),) * 2)
-    attend = testing.attend_with(problem, "mosaic_gpu", tiles)
-    with pa.interpret():
-        testing.assert_close_to_reference(attend, problem, data)

@@ -19,9 +19,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn as pa
-from pallas_attn import reference
+from pallas_attn import backends, reference
+from pallas_attn.call import Call
 from pallas_attn.interpret import RaceError
-from pallas_attn.mosaic_gpu import mma, ring
+from pallas_attn.mosaic_gpu import backward, backward_narrow, mma, ring
+from pallas_attn.mosaic_gpu.common import Inputs
+from pallas_attn.spec import Spec
+from pallas_attn.tile_math import LOG2E
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -60,13 +64,23 @@ def run_limited(name: str, seconds: float):
 # head_dim, v_dim: with `overlap` (all up to 64 channels) and without; k and v differ in shape
 # where faults are planted, so that a fault can tell them apart.
 OVERLAPPED, TURNS = (32, 64), (128, 64)
-FWD, DQ = pa.KernelTiles(128, 128, 8, 2), pa.KernelTiles(64, 64)
+FWD, DQ = pa.KernelTiles(128, 128, 8, 2), pa.KernelTiles(64, 64, 8, 2)
 TILES = pa.Tiles(FWD, DQ, DQ)
 CASES = {
     "full": (pa.Full(), TURNS),
     "causal": (pa.Causal(), TURNS),
     "causal overlapped": (pa.Causal(), OVERLAPPED),
     "window, lengths": (pa.SlidingWindow(90, 0) & pa.Lengths(kv_lens=jnp.array([300])), TURNS),
+}
+
+# Mask, channels, tiles of the backward, whether deterministic.
+NARROW, HALVES, WIDE = (pa.KernelTiles(*x, 8, 2) for x in ((64, 128), (128, 128), (64, 64)))
+WINDOW = pa.SlidingWindow(100, 0) & pa.Lengths(kv_lens=jnp.array([200]))
+BACKWARD_CASES = {
+    "backward, causal": (pa.Causal(), 64, NARROW, False),
+    "backward, deterministic": (pa.Causal(), 64, NARROW, True),
+    "backward, two halves of queries": (WINDOW, 64, HALVES, False),
+    "backward, wide": (WINDOW, 256, WIDE, False),
 }
 
 
@@ -107,9 +121,36 @@ def attend(mask, dims):
     return outcome(lambda: jax.jit(call)(*low), lambda: reference.mha(*full, mask), (1e-2, 1e-5))
 
 
+def backward_problem(mask, channels=64, kernel_tiles=NARROW, deterministic=False):
+    """Call and operands of the backward kernel for a cotangent of ones; what it should give."""
+    low, full = operands((channels, channels), kv_len=256)
+    out, lse = reference.mha(*full, mask)
+    dout = jnp.ones_like(out)
+    tiles = pa.Tiles(FWD, DQ, kernel_tiles)
+    spec = Spec.of(*low)
+    table = backends.build_table("mosaic_gpu", mask, tiles, spec)
+    inputs = Inputs(
+        *low,
+        table.dkv,
+        table.extra.backward,
+        dout=dout.astype(low[0].dtype),
+        lse_log2=jnp.where(lse > -jnp.inf, lse * LOG2E, jnp.inf),
+        delta=jnp.einsum("bqhd,bqhd->bhq", out, dout),
+    )
+    wanted = jax.grad(lambda *x: reference.mha(*x, mask)[0].sum(), (0, 1, 2))(*full)
+    return Call(spec, tiles, "mosaic_gpu", True, deterministic), inputs, wanted
+
+
+def differentiate(call, inputs, wanted):
+    run = jax.jit(functools.partial(backward.backward, call))
+    return outcome(lambda: run(inputs), lambda: wanted, (2e-2, 2e-2, 2e-2))
+
+
 def clean():
     """What the detector says of the kernels as they are."""
-    return {name: attend(*case) for name, case in CASES.items()}
+    return {name: attend(*case) for name, case in CASES.items()} | {
+        name: differentiate(*backward_problem(*case)) for name, case in BACKWARD_CASES.items()
+    }
 
 
 def slots_named(slots) -> str:
@@ -190,12 +231,41 @@ FAULTS = {
 }
 
 
+def unheeded(barrier):
+    """A fault: nobody waits at one of the backward's barriers."""
+    bars = []
+
+    def start(original, kernel):
+        bars.append(kernel.bars)
+        original(kernel)
+
+    def wait(original, ref):
+        if getattr(ref, "ref", ref) is not getattr(bars[-1], barrier):
+            original(ref)
+
+    with changed(backward, "_kernel", start), changed(plgpu, "barrier_wait", wait):
+        yield
+
+
+BACKWARD_FAULTS = {
+    **{
+        f"backward, wait for {x}": functools.partial(contextlib.contextmanager(unheeded), x)
+        for x in ("full", "empty", "keys", "ds", "dq_full", "dq_empty", "read", "written")
+    },
+    "backward, fence after ds and dq": functools.partial(dropped, backward_narrow, "fence"),
+    "backward, wait for products": functools.partial(dropped, mma, "wait"),
+}
+
+
 def faults():
     """What the detector says of each planted fault."""
-    found = {}
+    found, problem = {}, backward_problem(pa.Full())
     for name, fault in FAULTS.items():
         with fault():
             found[name] = attend(pa.Full(), TURNS)
+    for name, fault in BACKWARD_FAULTS.items():
+        with fault():
+            found[name] = differentiate(*problem)
     return found
 
 
@@ -220,20 +290,20 @@ def faulty_runs():
     return run_limited("faults", 400)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | BACKWARD_CASES)
 def test_kernels_have_no_races(name, clean_runs):
     found, why = clean_runs[name]
     assert found == "clean", why
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", FAULTS | BACKWARD_FAULTS)
 def test_a_planted_fault_is_found(name, faulty_runs):
     found, why = faulty_runs[name]
     # A dropped wait for a barrier may also break a rule that the interpreter checks by itself.
     dropped_wait = "wait for" in name and found == "error"
     assert found == "race" or (dropped_wait and "arrier" in why), f"{found}: {why}"
     if found == "race":
-        assert "forward.py:" in why
+        assert ("backward_" if name in BACKWARD_FAULTS else "forward.py:") in why
 
 
 def test_a_kernel_that_hangs_is_ended():

@@ -1,7 +1,4 @@
-"""NVIDIA Hopper: a warp-specialised Pallas forward in Mosaic GPU, with TMA and wgmma.
-
-Gradients come from the Triton kernels.
-"""
+"""NVIDIA Hopper: warp-specialised Pallas kernels in Mosaic GPU, with TMA and wgmma."""
 
 import dataclasses
 
@@ -35,7 +32,11 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
         if dim > MAX_HEAD_DIM:
             return f"it takes {name} up to {MAX_HEAD_DIM}, not {dim}"
     tiles = candidate_tiles(spec, mask, gpu)[0]
-    sizes = {"block_q": tiles.fwd.block_q, "block_kv": tiles.fwd.block_kv}
+    kernels = tiles.fwd, tiles.dkv
+    sizes = {
+        "block_q": tuple(t.block_q for t in kernels),
+        "block_kv": tuple(t.block_kv for t in kernels),
+    }
     needed = pair_bytes(mask, spec, **sizes)
     if needed > MAX_PAIR_BYTES:
         return (
@@ -47,13 +48,14 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
 
 def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
     """Schedules worth trying for a call, the default first."""
-    from pallas_attn import triton
     from pallas_attn.mosaic_gpu.common import padded
 
+    del mask, gpu
     wide = max(padded(spec.head_dim), padded(spec.v_dim))
-    options = next(tiles for most, tiles in _FORWARD if wide <= most)
-    back = triton.candidate_tiles(spec, mask, gpu)[0]
-    return [Tiles(fwd, back.dq, back.dkv) for fwd in options]
+    forward = next(tiles for most, tiles in _FORWARD if wide <= most)
+    back = next(tiles for most, tiles in _BACKWARD if wide <= most)
+    # One backward kernel makes all three gradients.
+    return [Tiles(tiles, back, back) for tiles in forward]
 
 
 def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
@@ -72,9 +74,21 @@ def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
     if fwd.num_stages < 2:
         # With one slot each for k and v, producer and consumers would wait for each other.
         return "fwd has 1 stage, and it takes 2 or more"
-    from pallas_attn import triton
+    return _backward_reason(tiles.dkv, spec, gpu)
 
-    return triton.tiles_reason(dataclasses.replace(tiles, fwd=tiles.dq), spec, gpu)
+
+def _backward_reason(tiles: KernelTiles, spec: Spec, gpu: Gpu | None) -> str | None:
+    from pallas_attn.mosaic_gpu.backward_parts import smem_bytes, takes
+
+    if not takes(tiles, spec):
+        return (
+            f"dkv is {tiles}, and it takes 64x128, 128x128 (both up to 128 channels, the latter up "
+            "to 64) or 64x64, with 8 warps and 2 stages or more"
+        )
+    needed = smem_bytes(tiles, spec)
+    if gpu is not None and needed > gpu.smem_per_block:
+        return f"dkv needs {needed} bytes of shared memory, and {gpu.name} has {gpu.smem_per_block}"
+    return None
 
 
 def smem_bytes(tiles: KernelTiles, spec: Spec) -> int:
@@ -94,6 +108,11 @@ _FORWARD = (
     (192, (KernelTiles(192, 64, 12, 2), KernelTiles(128, 64, 8, 3))),
     (256, (KernelTiles(128, 64, 8, 2),)),
 )
+_BACKWARD = (
+    (64, KernelTiles(128, 128, 8, 2)),
+    (128, KernelTiles(64, 128, 8, 3)),
+    (256, KernelTiles(64, 64, 8, 2)),
+)
 
 
 def build_table(mask: Mask, tiles: Tiles, spec: Spec):
@@ -109,13 +128,19 @@ def run_forward(call, q, k, v, bias, sinks, table):
     from pallas_attn.mosaic_gpu.forward import forward
 
     assert bias is None
-    inputs = Inputs(q, k, v, table.fwd, table.extra, sinks=sinks)
+    extra = dataclasses.replace(table.extra, backward=None)
+    inputs = Inputs(q, k, v, table.fwd, extra, sinks=sinks)
     return spread(forward, call, inputs, ("out", "lse"))
 
 
 def run_backward(call, q, k, v, bias, table, residuals):
-    """dq, dk, dv by the Triton kernels, whose tables `table` holds too."""
-    from pallas_attn import triton
+    """dq, dk, dv; see `pallas_attn.mosaic_gpu.backward`."""
+    from pallas_attn.mosaic_gpu.backward import backward
+    from pallas_attn.mosaic_gpu.common import Inputs
 
-    call = dataclasses.replace(call, backend="triton")
-    return triton.run_backward(call, q, k, v, bias, table, residuals)
+    assert bias is None
+    lse_log2, delta, dout = residuals
+    inputs = Inputs(
+        q, k, v, table.dkv, table.extra.backward, dout=dout, lse_log2=lse_log2, delta=delta
+    )  # fmt: skip
+    return *spread(backward, call, inputs, ("dq", "dk", "dv")), None

@@ -22,6 +22,7 @@ import numpy as np
 
 from pallas_attn import masks
 from pallas_attn.mask_core import FAR, Mask, Position, TileGrid, largest, smallest, xp_of
+from pallas_attn.mosaic_gpu.by_key import by_key
 from pallas_attn.spec import Spec
 
 # Rows of all arrays are padded to this: tiles may reach past the end of a sequence by less.
@@ -53,6 +54,7 @@ class Detail:
         bits_t: [batch | 1, q_heads | 1, kv_rows, q_rows / 32], the same by key.
         kv_dirty, q_dirty: [batch | 1, kv_rows], [batch | 1, q_rows]; 1 for padding, whose numbers
             may be anything. None when the mask calls nothing padding.
+        any_kv_dirty, any_q_dirty: [batch | 1]; whether a sequence has such at all.
     """
 
     lo: Any = None
@@ -64,6 +66,8 @@ class Detail:
     bits_t: Any = None
     kv_dirty: Any = None
     q_dirty: Any = None
+    any_kv_dirty: Any = None
+    any_q_dirty: Any = None
 
 
 def padded_rows(length: int) -> int:
@@ -87,16 +91,14 @@ def detail_of(mask: Mask, spec: Spec, *, block_q, block_kv, backward: bool) -> D
     """
     grids = _grids(spec, block_q, block_kv)
     grid = grids[0]
-    kv_dirty, q_dirty = _dirty(mask.kv_valid, grid, grid.kv_len), None
-    if backward:
-        q_dirty = _dirty(mask.q_valid, grid, grid.q_len)
+    dirty = _padding(mask, grid, queries=backward)
     ragged = any(
         g.kv_len % g.block_kv != 0 or (backward and g.q_len % g.block_q != 0) for g in grids
     )
     found = _spans_and_document(mask)
     if found is None and not all(mask.uniform(g) for g in grids):
         bits, bits_t = _bits(mask, grid, backward)
-        return Detail(bits=bits, bits_t=bits_t, kv_dirty=kv_dirty, q_dirty=q_dirty)
+        return Detail(bits=bits, bits_t=bits_t, **dirty)
     # Blocks that are visible wholly or not at all are cut by the ends of the sequences only.
     spans, document = ([], None) if found is None else found
     lo, hi = _span(spans, grid)
@@ -110,7 +112,42 @@ def detail_of(mask: Mask, spec: Spec, *, block_q, block_kv, backward: bool) -> D
         q_ids = _padded(q_ids, Q_PADDING)
         kv_ids = _padded(kv_ids, KV_PADDING)
     lo, hi = _bounds(lo, hi, grid, ragged=ragged)
-    return Detail(lo, hi, q_ids, kv_ids, unsorted, kv_dirty=kv_dirty, q_dirty=q_dirty)
+    return Detail(lo, hi, q_ids, kv_ids, unsorted, **dirty)
+
+
+def detail_by_key(mask: Mask, spec: Spec, *, block_q: int, block_kv: int) -> Detail:
+    """`detail_of` seen from the keys, for tiles [keys, queries]: rows are keys, columns queries.
+
+    A thread holds two rows of a tile and many columns: a span a row costs it four numbers, and one
+    a column as many as it has columns.
+
+    Args:
+        mask, spec, block_q, block_kv: as in `detail_of`.
+
+    Returns:
+        lo and hi bound the queries that see a key, of those that see anything; others may count as
+        seeing it, since their probabilities are 0. Rows past kv_len see nothing if there is a hi,
+        as there is where a block reaches past them. Ids and bits change roles; dirty flags keep
+        theirs.
+    """
+    (grid,) = _grids(spec, block_q, block_kv)
+    dirty = _padding(mask, grid, queries=True)
+    found = _spans_and_document(mask)
+    if found is None and not mask.uniform(grid):
+        return Detail(bits=_bits(mask, grid, backward=True)[1], **dirty)
+    spans, document = ([], None) if found is None else found
+    lo, hi = by_key(*_span(spans, grid), grid.q_len, grid.kv_len)
+    q_ids = kv_ids = unsorted = None
+    if document is not None:
+        q_ids, kv_ids = _ids(document)
+        first, last, unsorted = _document_span(kv_ids, q_ids)
+        some = (kv_ids >= 0, unsorted[:, None] == 0)
+        lo = _joined(some, lo, first, jnp.maximum, 0)
+        hi = _joined(some, hi, last, jnp.minimum, grid.q_len)
+        q_ids, kv_ids = _padded(kv_ids, KV_PADDING), _padded(q_ids, Q_PADDING)
+    turned = TileGrid(grid.batch, grid.heads, grid.kv_len, grid.q_len, block_kv, block_q)
+    lo, hi = _bounds(lo, hi, turned, ragged=grid.kv_len % block_kv != 0)
+    return Detail(lo, hi, q_ids, kv_ids, unsorted, **dirty)
 
 
 def _grids(spec: Spec, block_q, block_kv) -> list[TileGrid]:
@@ -210,6 +247,15 @@ def _padded(x, fill: int, length: int | None = None):
     if not short:
         return x
     return xp.concatenate([x, xp.full((x.shape[0], short), fill, np.int32)], axis=-1)
+
+
+def _padding(mask: Mask, grid: TileGrid, *, queries: bool):
+    """The fields of `Detail` on padding."""
+    fields = {"kv_dirty": _dirty(mask.kv_valid, grid, grid.kv_len)}
+    if queries:
+        fields["q_dirty"] = _dirty(mask.q_valid, grid, grid.q_len)
+    found = {f"any_{n}": None if x is None else x.max(axis=1) for n, x in fields.items()}
+    return fields | found
 
 
 def _dirty(valid, grid: TileGrid, length: int):
@@ -375,4 +421,4 @@ def _words(seen):
     return jax.lax.reduce(chosen, np.int32(0), jax.lax.bitwise_or, (parts.ndim - 1,))
 
 
-__all__ = ["Detail", "detail_of", "padded_rows", "pair_bytes"]
+__all__ = ["Detail", "detail_by_key", "detail_of", "padded_rows", "pair_bytes"]

@@ -256,7 +256,8 @@ def _clear_padding(kernel: Kernel, work, n, slot) -> None:
     dirty = kernel.inputs.extra.detail.kv_dirty
     if dirty is not None and kernel.inputs.visits.any_partial:
         values, start = kernel.smem.v.data.at[slot], work.at(n) * kernel.block_kv
-        masking.clear_rows(values, dirty, work.mask_batch, start, work.partial(n), call=kernel.call)
+        when = work.partial(n) & (work.dirty != 0)
+        masking.clear_rows(values, dirty, work.mask_batch, start, when, call=kernel.call)
 
 
 def _add_pv(kernel: Kernel, work, n, acc, p, slot) -> None:

@@ -282,7 +282,7 @@ def _apply_by_column(machine, registers, detail: Detail, at: Place, first):
 # Padding in shared memory.
 
 
-def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call) -> None:
+def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call, width: int = 64) -> None:
     """Zeroes the rows of a tile in shared memory that are padding, before wgmma reads it.
 
     Every warpgroup that reads the tile does this for itself: writing the same zeros several times
@@ -290,17 +290,18 @@ def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call) -> None:
     would object; there nothing is written, and the product is to be told `clean_rows_flags`.
 
     Args:
-        ref: [rows, dim] of 16-bit numbers, in blocks of 8 x 64 with a 128-byte swizzle, which
-            moves bytes within a row's 128 only.
+        ref: [rows, dim] of 16-bit numbers, in blocks of 8 x `width`, swizzled: which moves bytes
+            within a block's row only.
         dirty_ref: `Detail.kv_dirty` or `q_dirty`.
         batch, start: where the tile's rows begin in `dirty_ref`; int32 scalars.
         when: scalar; where it is false nothing happens.
         call: static facts.
+        width: of the blocks.
     """
     if call.interpret:
         return
-    rows, dim = ref.shape
-    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    (rows, dim), line_bytes = ref.shape, 2 * width
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(line_bytes)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), (SCALAR,) * 3))
     def emit(_, tile, dirty, scalars):
@@ -315,11 +316,11 @@ def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call) -> None:
                     row = machine.clamp(row, 0, rows - 1)
                 pointer = machine.pointer(dirty, _lead_of(dirty, batch), start + row)
                 (flag,) = machine.load(pointer)
-                # Blocks of 8 rows x 64 numbers: 128 bytes a row, one after the other. The last row
-                # is cleared by several threads, if there are too many.
-                line = (row >> 3) * (8 * 128 * (dim // 64)) + (row & 7) * 128
-                lines = [line + chunk * (8 * 128) for chunk in range(dim // 64)]
-                machine.store_zeros(tile, lines, 128, flag)
+                # Blocks one after the other, of 8 rows each. The last row is cleared by several
+                # threads, if there are too many.
+                line = (row >> 3) * (16 * dim) + (row & 7) * line_bytes
+                lines = [line + chunk * (8 * line_bytes) for chunk in range(dim // width)]
+                machine.store_zeros(tile, lines, line_bytes, flag)
             machine.fence()
             machine.sync()
 

@@ -135,7 +135,7 @@ class Unit(NamedTuple):
 FIELDS = (
     "count", "before", "after", "first", "full_first", "full_last",
     "q_start", "batch", "head", "exists", "mask_batch", "mask_head", "tile",
-    "turn_first", "turn_last",
+    "turn_first", "turn_last", "dirty",
 )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ class Work:
     full_last: of a run, blocks of keys (of a list, full_last counts the fully visible ones);
     q_start: the first row; batch, head: where it lies here; mask_batch, mask_head: where masks
     count it; exists: 0 for rows that the first tile is short of; tile: its index in its stream;
-    turn_first, turn_last: see `_turns`.
+    turn_first, turn_last: see `_turns`; dirty: whether the sequence has keys that are padding.
     """
 
     def __init__(self, fields, index, visits: Visits):
@@ -177,11 +177,14 @@ def tell(plan: Plan, inputs: Inputs, tile: Tile, unit: Unit, write) -> None:
     blocks = blocks_of_unit(plan, inputs, tile, unit)
     none = jnp.int32(0)
     first_turn, last_turn = _turns(plan, inputs, tile, blocks)
+    dirty = inputs.extra.detail.any_kv_dirty
+    if dirty is not None:
+        dirty = dirty[tile.mask_batch if dirty.shape[0] > 1 else 0]
     values = (
         blocks.count, blocks.before, blocks.after, blocks.first, blocks.full_first,
         blocks.full_last, unit.q_unit * UNIT, tile.batch, unit.head,
         jnp.where(unit.exists, jnp.int32(1), none), tile.mask_batch, unit.mask_head, tile.index,
-        first_turn, last_turn,
+        first_turn, last_turn, dirty,
     )  # fmt: skip
     for i, value in enumerate(values):
         write(i, none if value is None else value)

@@ -24,7 +24,7 @@ from pallas_attn import block_table
 from pallas_attn.block_table import BlockTable, Visits
 from pallas_attn.mask_core import FAR, Mask, TileGrid, xp_of
 from pallas_attn.mosaic_gpu.common import UNIT
-from pallas_attn.mosaic_gpu.detail import detail_of
+from pallas_attn.mosaic_gpu.detail import detail_by_key, detail_of
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import KernelTiles, Tiles
 
@@ -35,16 +35,18 @@ class Extra:
     """What these kernels need besides `Visits`.
 
     Attributes:
-        detail: what decides single pairs, see `detail`.
-        rank: int32 [batch or 1, tiles of a head]: forward tiles, longest first, of masks that have
-            arrays; else None.
-        cost: blocks that each tile streams, of masks without arrays; None when all stream equally
-            many.
+        detail: what decides single pairs, see `detail`; for the backward by key.
+        rank: int32 [batch or 1, tiles of a head]: tiles, longest first, of masks that have arrays;
+            else None. Of the backward also of others, unless they are in order as they stand.
+        cost: blocks that each forward tile streams, of masks without arrays; None when all stream
+            equally many.
+        backward: the backward's; None in itself.
     """
 
     detail: Any
     rank: Any
-    cost: tuple[int, ...] | None = dataclasses.field(metadata={"static": True})
+    cost: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    backward: Any = None
 
 
 def tiles_of_head(units: int, tiles: KernelTiles) -> int:
@@ -60,12 +62,16 @@ def build(mask: Mask, tiles: Tiles, spec: Spec) -> BlockTable:
 
     rows = UNIT if mask.runs else tiles.fwd.block_q
     fwd = block_table.row_visits(mask, grid(rows, tiles.fwd.block_kv))
-    dq = block_table.row_visits(mask, grid(tiles.dq.block_q, tiles.dq.block_kv))
-    dkv = block_table.column_visits(mask, grid(tiles.dkv.block_q, tiles.dkv.block_kv))
+    blocks = {"block_q": tiles.dkv.block_q, "block_kv": tiles.dkv.block_kv}
+    dkv = block_table.column_visits(mask, grid(**blocks))
     detail = detail_of(mask, spec, block_q=rows, block_kv=tiles.fwd.block_kv, backward=False)
     rank, cost = order_of(streamed(fwd, tiles.fwd))
-    extra = Extra(detail, rank, cost)
-    return BlockTable(mask, fwd, dq, dkv, tiles, spec.q_len, spec.kv_len, "mosaic_gpu", extra=extra)
+    backward = Extra(detail_by_key(mask, spec, **blocks), backward_rank(dkv))
+    extra = Extra(detail, rank, cost, backward)
+    # One kernel makes all gradients: the blocks that dq is summed over are those of dk and dv.
+    return BlockTable(
+        mask, fwd, dkv, dkv, tiles, spec.q_len, spec.kv_len, "mosaic_gpu", extra=extra
+    )
 
 
 def streamed(visits: Visits, tiles: KernelTiles):
@@ -102,3 +108,18 @@ def order_of(cost):
         return None, None if same else tuple(int(x) for x in total)
     total = cost.sum(1).astype(jnp.int32)
     return jnp.argsort(-total, axis=-1).astype(jnp.int32), None
+
+
+def backward_rank(visits: Visits):
+    """`Extra.rank` of the backward: blocks of keys, those that most blocks of queries see first."""
+    if visits.form == "list":
+        cost = visits.counts.sum(-1)
+    else:
+        cost = visits.table[..., 3] - visits.table[..., 0]
+        if visits.form == "loose":
+            cost = cost - visits.table[..., 4]
+    total = cost.sum(1).astype(np.int32)
+    if isinstance(total, np.ndarray):
+        order = np.argsort(-total, axis=-1, kind="stable").astype(np.int32)
+        return None if (np.diff(order) == 1).all() else order
+    return jnp.argsort(-total, axis=-1).astype(jnp.int32)

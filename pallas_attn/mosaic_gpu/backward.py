@@ -1,0 +1,214 @@
+"""The backward kernel for Hopper: dk, dv and dq in one pass, five products a block.
+
+    grid: one thread block for each tile: block_kv keys of one KV head; longest first
+
+    `backward_producer`    one warp loads q, dout block by block; one adds dq to global memory
+    `backward_narrow`      two warpgroups, up to 128 channels: each has 64 of 128 keys
+    `backward_wide`        two warpgroups, more channels: 64 keys; each has half of the channels
+
+dk and dv stay in registers, summed over the query heads of the group too. dq is summed in global
+memory, float32, by adding stores, whose order differs from run to run, and with it dq's last bits;
+with `deterministic` tiles take turns (`backward_turns`). FlashAttention-3, arXiv 2407.08608.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn import _compat
+from pallas_attn.call import Call
+from pallas_attn.mosaic_gpu import (
+    backward_narrow,
+    backward_producer,
+    backward_turns,
+    backward_wide,
+    common,
+)
+from pallas_attn.mosaic_gpu.backward_parts import (
+    RING,
+    WGS,
+    Barriers,
+    Kernel,
+    Order,
+    Plan,
+    Smem,
+    factor_of,
+    plan_of,
+)
+from pallas_attn.mosaic_gpu.common import UNIT, Inputs
+
+
+def backward(call: Call, inputs: Inputs):
+    """Runs the backward kernel.
+
+    Args:
+        call: static facts.
+        inputs: all of `Inputs` but sinks; visits are by key.
+
+    Returns:
+        dq like q, dk like k, dv like v. Without `deterministic`, dq may differ in its last bits
+        from run to run.
+    """
+    spec, plan = call.spec, plan_of(call)
+    dtype = inputs.q.dtype
+    padded = {n: _operand(n, getattr(inputs, n), plan) for n in ("q", "k", "v", "dout")}
+    inputs = inputs._replace(
+        lse_log2=_row_starts(call, plan, inputs.lse_log2, inputs.delta),
+        delta=None,
+        **padded,
+    )
+    order = Order(None, None, None)
+    if call.deterministic:
+        q_blocks = plan.q_rows // call.tiles.dkv.block_q
+        order = backward_turns.order_of(inputs.visits, q_blocks)
+    # State has no batching rule: under vmap one kernel runs after another.
+    run = jax.custom_batching.sequential_vmap(functools.partial(_run, call, plan))
+    dq, dk, dv = run(inputs, order)
+    dq = dq[:, : spec.q_len, :, : spec.head_dim] * jnp.float32(spec.scale)
+    dk, dv = dk[:, : spec.kv_len, :, : spec.head_dim], dv[:, : spec.kv_len, :, : spec.v_dim]
+    return dq.astype(dtype), dk, dv
+
+
+def _run(call: Call, plan: Plan, inputs: Inputs, order: Order):
+    """dq, unscaled float32 [batch, q_rows, q_heads, dim]; dk, dv like k and v."""
+    heads = call.spec.batch, call.spec.q_heads
+
+    def kernel(refs):
+        dq, dk, dv, done = refs
+        dk[...], dv[...] = _launch(call, plan, inputs, order._replace(done=done), dq)
+
+    # What begins as 0; what dk and dv begin as is never read.
+    done = None
+    if call.deterministic:
+        done = jnp.zeros((*heads, plan.q_rows // call.tiles.dkv.block_q, WGS), jnp.int32)
+    dq = jnp.zeros((heads[0], plan.q_rows, heads[1], plan.dim), jnp.float32)
+    start = dq, jnp.zeros_like(inputs.k), jnp.zeros_like(inputs.v), done
+    return pl.run_state(kernel)(start)[:3]
+
+
+def _operand(name: str, x, plan: Plan):
+    """An operand as TMA can address it, with as many channels as the kernel wants."""
+    channels = plan.dim if plan.wide or name in ("q", "k") else plan.v_dim
+    short = channels - x.shape[3] if channels > common.padded(x.shape[3]) else 0
+    return common.for_tma(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, short))) if short else x)
+
+
+def _row_starts(call: Call, plan: Plan, lse_log2, delta):
+    """What the accumulators of s and dp begin with, [batch, q_heads, q blocks · 2 · block_q].
+
+    float32 by its bits, since the words that share its shared memory are int32. s·factor then is
+    the base-2 logit minus lse; rows past q_len get p = 0.
+    """
+    factor = factor_of(call)
+    start = -lse_log2 if factor is None else lse_log2 * jnp.float32(-1.0 / factor)
+    short = ((0, 0), (0, 0), (0, plan.q_rows - call.spec.q_len))
+    beyond = jnp.float32(jnp.inf if factor is not None and factor < 0 else -jnp.inf)
+    starts = jnp.pad(start, short, constant_values=beyond), jnp.pad(-delta, short)
+    shape = *lse_log2.shape[:2], -1, call.tiles.dkv.block_q
+    both = jnp.stack([x.reshape(shape) for x in starts], axis=3)
+    return lax.bitcast_convert_type(both, jnp.int32).reshape(*shape[:2], -1)
+
+
+def _scratch(call: Call, plan: Plan, dtype):
+    tiles, stages, both = call.tiles.dkv, call.tiles.dkv.num_stages, plgpu.Barrier(num_arrivals=WGS)
+    words = plgpu.SMEM((stages * 2 * tiles.block_q + 8 + 4 * RING,), jnp.int32)
+    slots = plgpu.Barrier(num_arrivals=WGS, num_barriers=stages)
+    bars = Barriers(
+        full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        empty=slots,
+        dout_empty=slots if plan.wide else None,
+        keys=plgpu.Barrier(num_arrivals=2 if plan.wide else 2 * WGS),
+        p=plgpu.Barrier() if plan.wide else None,
+        ds=plgpu.Barrier() if plan.wide else both,
+        dq_full=None if plan.direct else both,
+        dq_empty=None if plan.direct else plgpu.Barrier(),
+        read=both,
+        written=both,
+    )
+    if plan.wide:
+        half = plan.dim // WGS
+        smem = functools.partial(_smem, dtype=dtype, width=plan.width)
+        return Smem(
+            k=smem((2, UNIT, plan.dim)),
+            v=None,
+            q=smem((2, stages, UNIT, plan.dim)),
+            dout=None,
+            p=smem((1 if call.spec.soft_cap is None else 2, UNIT, UNIT)),
+            ds=smem((2, UNIT, UNIT)),
+            dq=smem((WGS, UNIT, half), dtype=jnp.float32, width=32) if call.interpret else None,
+            words=words,
+        ), bars
+    ds = (WGS, UNIT, UNIT) if plan.by_rows else (UNIT, UNIT)
+    half = (UNIT, plan.dim) if plan.by_rows else (UNIT, plan.dim // WGS)
+    return Smem(
+        k=common.smem((WGS, UNIT, plan.dim), dtype),
+        v=common.smem((WGS, UNIT, plan.v_dim), dtype),
+        q=common.smem((stages, tiles.block_q, plan.dim), dtype),
+        dout=common.smem((stages, tiles.block_q, plan.v_dim), dtype),
+        p=None,
+        ds=common.smem((2, WGS, *ds), dtype),
+        dq=_smem((WGS, *half), jnp.float32, 32) if call.interpret or not plan.direct else None,
+        words=words,
+    ), bars
+
+
+def _smem(shape, dtype, width: int):
+    """Shared memory in blocks of 8 rows of `width` numbers, swizzled."""
+    swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), swizzle))
+
+
+def _launch(call: Call, plan: Plan, inputs: Inputs, order: Order, dq):
+    axes = _compat.varying_axes(inputs)
+    inputs = _compat.match_varying(inputs, axes)
+    leaves, tree = jax.tree.flatten((inputs, order))
+
+    def body(*refs):
+        operands, turns = jax.tree.unflatten(tree, refs[: len(leaves)])
+        outs, (smem, bars) = refs[len(leaves) : len(leaves) + 3], refs[len(leaves) + 3 :]
+        wg = lax.axis_index("wg")
+        _kernel(Kernel(call, plan, operands, turns, outs, smem, bars, wg))
+
+    name = "pallas_attn_hopper_bwd"
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=tuple(
+            _compat.out_struct(x.shape, x.dtype, inputs.q) for x in (inputs.k, inputs.v)
+        ),
+        scratch_types=_scratch(call, plan, inputs.q.dtype),
+        grid=(plan.streams * plan.tiles,),
+        grid_names=("tile",),
+        num_threads=WGS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,
+        ),
+        kernel_name=name,
+    )(*leaves, dq)
+
+
+def _kernel(kernel: Kernel):
+    @pl.when(kernel.wg == WGS)
+    def _producer():
+        plgpu.set_max_registers(kernel.plan.registers[1], action="decrease")
+
+        @plgpu.warp_map
+        def _by_warp(warp):
+            pl.when(warp == 0)(lambda: backward_producer.load(kernel))
+            pl.when(warp == 1)(lambda: backward_producer.store(kernel))
+
+    @pl.when(kernel.wg < WGS)
+    def _consumer():
+        plgpu.set_max_registers(kernel.plan.registers[0], action="increase")
+        if kernel.plan.wide:
+            backward_wide.compute(kernel)
+        else:
+            backward_narrow.compute(kernel)

@@ -1,0 +1,157 @@
+"""A consumer of the backward kernel up to 128 channels: 64 of the tile's 128 keys are its own.
+
+    wait full
+    sᵀ = k·qᵀ - lse    dpᵀ = v·doutᵀ - delta       (lse, delta: what the accumulators start with)
+    (mask, partly visible blocks only)
+    pᵀ = 2^sᵀ          dsᵀ = pᵀ·dpᵀ -> shared memory
+    dv += pᵀ·dout      dq of the step before = ds·k, half of it      dk += dsᵀ·q
+
+All is transposed, so that pᵀ and dsᵀ, fresh from registers, are the left operands of the products
+that consume them; only ds crosses between the warpgroups. dq of a step is computed one step later
+(`ds` has two slots), so that nobody waits for the other's ds.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.mosaic_gpu import backward_add, common, mma, ring
+from pallas_attn.mosaic_gpu import backward_tile as tiles
+from pallas_attn.mosaic_gpu.backward_parts import COUNT, WGS, Kernel, fence
+from pallas_attn.mosaic_gpu.common import UNIT
+
+
+def compute(kernel: Kernel) -> None:
+    """What a consumer warpgroup does."""
+    call, plan, smem, bars = kernel.call, kernel.plan, kernel.smem, kernel.bars
+    dtype = smem.k.dtype
+
+    def body(dk_acc, dv_acc):
+        plgpu.barrier_wait(bars.keys)
+        count = smem.words[kernel.fact(COUNT)]
+        tiles.clear_keys(kernel, kernel.wg)
+        # The first step computes dq of a block before it, whose ds is 0.
+        _put_ds(kernel, 1, common.tile_of(0.0, kernel.block_q, call).astype(dtype))
+        fence(call)
+        plgpu.barrier_arrive(bars.ds)
+
+        def step(i, slot):
+            _step(kernel, i, slot, dk_acc, dv_acc)
+            return ring.next_slot(slot, kernel.stages)
+
+        lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
+        plgpu.barrier_wait(bars.ds)
+
+        @pl.when(count > 0)
+        def _last():
+            def last(dq_acc):
+                _issue_dq(kernel, dq_acc, (count + 1) & 1)
+                _put_dq(kernel, count, mma.load(dq_acc, 0, call=call))
+
+            pl.run_scoped(last, _dq_accumulator(kernel))
+
+        return mma.load(dk_acc, 0, call=call), mma.load(dv_acc, 0, call=call)
+
+    dk, dv = pl.run_scoped(
+        body,
+        mma.accumulator((UNIT, plan.dim), call=call),
+        mma.accumulator((UNIT, plan.v_dim), call=call),
+    )
+    plgpu.barrier_arrive(bars.read)
+    plgpu.barrier_wait(bars.read)
+    smem.v.at[kernel.wg][...] = dv.astype(dtype)
+    smem.k.at[kernel.wg][...] = (dk * jnp.float32(call.spec.scale)).astype(dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(bars.written)
+
+
+def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
+    """One block of queries: its share of dk and dv, and dq of the block before."""
+    call, smem, bars = kernel.call, kernel.smem, kernel.bars
+    shape = UNIT, kernel.block_q
+    plgpu.barrier_wait(bars.full.at[slot])
+    early = kernel._replace(wg=common.fresh(kernel.wg, call))
+    clean = tiles.clear_queries(kernel, i, slot)
+    p, ds = pl.run_scoped(
+        functools.partial(_probabilities, early, i, slot, clean),
+        mma.accumulator(shape, call=call),
+        mma.accumulator(shape, call=call),
+    )
+    _put_ds(early, i & 1, ds)
+    mma.dot(dv_acc, p, smem.dout.at[slot], call=call, b_rows=clean)
+    late = kernel._replace(wg=common.fresh(kernel.wg, call))
+
+    def products(dq_acc):
+        _issue_dq(late, dq_acc, (i + 1) & 1)
+        mma.dot(dk_acc, ds, smem.q.at[slot], call=call, b_rows=clean)
+        _put_dq(late, i, mma.load(dq_acc, 1, call=call))
+        plgpu.barrier_arrive(bars.ds)
+
+    pl.run_scoped(products, _dq_accumulator(kernel))
+    mma.wait(dk_acc, 0, call=call)
+    plgpu.barrier_arrive(bars.empty.at[slot])
+
+
+def _probabilities(kernel: Kernel, i, slot, clean, s_acc, dp_acc):
+    """pᵀ and dsᵀ of a block, [64 keys, block_q], in the operands' dtype."""
+    call, smem, wg = kernel.call, kernel.smem, kernel.wg
+    tiles.start(kernel, slot, s_acc, dp_acc)
+    mma.dot(s_acc, smem.k.at[wg], smem.q.at[slot], call=call, transpose_b=True)
+    mma.dot(dp_acc, smem.v.at[wg], smem.dout.at[slot], call=call, transpose_b=True)
+    s = mma.load(s_acc, 1, call=call)
+    p, weight = tiles.probabilities(kernel, i, slot, s, wg * UNIT)
+    p, weight = tiles.only_clean(kernel, wg, clean, p, weight)
+    p = p.astype(smem.k.dtype)
+    weight, p = lax.optimization_barrier((weight, p))
+    # ds of the step before is whole, and nobody reads the one before that. Waiting here keeps the
+    # compiler from moving the exponentials behind the wait for dp.
+    plgpu.barrier_wait(kernel.bars.ds)
+    dp = mma.load(dp_acc, 0, call=call)
+    (dp,) = tiles.only_clean(kernel, wg, clean, dp)
+    return p, (weight * dp).astype(smem.k.dtype)
+
+
+def _put_ds(kernel: Kernel, slot, ds):
+    smem, wg = kernel.smem, kernel.wg
+    if kernel.plan.by_rows:
+        for half in range(WGS):
+            smem.ds.at[slot, wg, half][...] = ds[:, half * UNIT : (half + 1) * UNIT]
+    else:
+        smem.ds.at[slot, wg][...] = ds
+
+
+def _issue_dq(kernel: Kernel, dq_acc, slot):
+    """Starts this warpgroup's half of dq = ds·k, over all keys of the tile."""
+    smem, plan, wg, call = kernel.smem, kernel.plan, kernel.wg, kernel.call
+    half = plan.dim // WGS
+    for part in range(WGS):
+        if plan.by_rows:
+            ds, k = smem.ds.at[slot, part, wg], smem.k.at[part]
+        else:
+            ds, k = smem.ds.at[slot, part], smem.k.at[part, :, pl.ds(wg * half, half)]
+        clean = tiles.clean_keys(kernel, part)
+        mma.dot(dq_acc, ds, k, call=call, transpose_a=True, b_rows=clean)
+
+
+def _dq_accumulator(kernel: Kernel):
+    plan = kernel.plan
+    return mma.accumulator((UNIT, plan.dim if plan.by_rows else plan.dim // WGS), call=kernel.call)
+
+
+def _put_dq(kernel: Kernel, i, dq):
+    """Hands this warpgroup's half of dq of the step before `i` on."""
+    bars = kernel.bars
+    if kernel.plan.direct:
+        fence(kernel.call)  # of ds
+        pl.when(i > 0)(lambda: backward_add.add(kernel, i - 1, dq))
+        return
+    plgpu.barrier_wait(bars.dq_empty)
+    kernel.smem.dq.at[kernel.wg][...] = dq
+    fence(kernel.call)  # of ds too
+    plgpu.barrier_arrive(bars.dq_full)
+
+
+__all__ = ["compute"]

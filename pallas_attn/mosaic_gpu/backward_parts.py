@@ -1,0 +1,254 @@
+"""What the parts of the backward kernel share: its static plan, references, and what they tell.
+
+The producer does all index arithmetic, since each register of the consumers counts; they read what
+they need from `words` in shared memory.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_attn import tile_math
+from pallas_attn.call import Call
+from pallas_attn.mosaic_gpu import common
+from pallas_attn.mosaic_gpu.common import UNIT, Inputs
+from pallas_attn.spec import Spec
+from pallas_attn.tiles import KernelTiles
+
+# Warpgroups that compute.
+WGS = 2
+# Words on steps under way: the producer is `num_stages` ahead of the consumers, dq two behind them.
+RING = 8
+# Queries of the heads worked on at a time (q, dout, dq) stay in this much of the 50 MB L2 cache.
+L2_BYTES = 20 << 20
+# Whether narrow kernels too add dq from registers, and not by TMA from shared memory.
+DIRECT = False
+# Words on a step, and on the tile.
+Q_START, HEAD, PARTIAL, TURN = range(4)
+COUNT, KV_START, BATCH, KV_HEAD, MASK_BATCH, HEAD_SHIFT, KV_DIRTY, Q_DIRTY = range(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static schedule of a backward call.
+
+    Attributes:
+        dim, v_dim: channels, whole multiples of 64. When wide, dim is the greater of the two, to
+            which all operands are padded.
+        q_rows: q_len rounded up to whole blocks.
+        tiles: blocks of keys of a head.
+        streams: batch entries times KV heads.
+        together: streams whose tiles are taken alternately.
+        wide: whether the warpgroups share 64 keys and split channels, rather than split 128 keys.
+        direct: whether consumers add dq to global memory themselves.
+        by_rows: whether a warpgroup's half of dq is rows of it, and not columns.
+        width: channels of a block of swizzled shared memory.
+        registers: a thread's, of consumers and producer.
+    """
+
+    dim: int
+    v_dim: int
+    q_rows: int
+    tiles: int
+    streams: int
+    together: int
+    wide: bool
+    direct: bool
+    by_rows: bool
+    width: int
+    registers: tuple[int, int] = (240, 24)
+
+
+class Smem(NamedTuple):
+    """Shared memory.
+
+    k, v: [2, 64, d], 64 keys of each warpgroup; q, dout: [slots, block_q, d]; ds: [2, 2, (halves,)
+    64 keys, 64 queries], slots of each warpgroup's keys; dq: each warpgroup's half. When wide: k:
+    [2, 64, d], keys and values; q: [2, slots, 64, d], q and dout; p: [1 or 2, 64, 64]; ds: [2, 64,
+    64]; no others. words: int32, one array since each array begins at a multiple of 1024 bytes: the
+    starts of s and dp, [slots, 2, block_q] float32 by their bits, then what the producer tells of
+    the tile, then of the steps.
+    """
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    p: Any
+    ds: Any
+    dq: Any
+    words: Any
+
+
+class Barriers(NamedTuple):
+    """What is waited for.
+
+    full, empty: slots; dout_empty: slots of dout (wide only); keys: k and v are there; p, ds: they
+    are written, and what else the consumers say; dq_full, dq_empty: dq's place in shared memory;
+    read: nobody reads k and v any more; written: dk and dv stand in their place.
+    """
+
+    full: Any
+    empty: Any
+    dout_empty: Any
+    keys: Any
+    p: Any
+    ds: Any
+    dq_full: Any
+    dq_empty: Any
+    read: Any
+    written: Any
+
+
+class Order(NamedTuple):
+    """Of the deterministic kernel: whose turn it is to add to dq.
+
+    first: int32 [batch | 1, q_heads | 1, q blocks], the first tile that adds to a block, where all
+    that do are neighbours; or None. turns: int32 [batch | 1, q_heads | 1, q blocks, tiles / 32, 2],
+    which of 32 tiles add to it, as bits, and how many before these; or None. done: int32 [batch,
+    q_heads, q blocks, 2], how many have; the halves of dq apart when wide.
+    """
+
+    first: Any
+    turns: Any
+    done: Any
+
+
+class Kernel(NamedTuple):
+    """What all parts of the kernel see: static facts, references, this warpgroup's number."""
+
+    call: Call
+    plan: Plan
+    inputs: Inputs
+    order: Order
+    outs: Any  # dq, dk, dv
+    smem: Smem
+    bars: Barriers
+    wg: Any
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a step."""
+        return self.call.tiles.dkv.block_q
+
+    @property
+    def stages(self) -> int:
+        """Slots for q and dout."""
+        return self.call.tiles.dkv.num_stages
+
+    def keys(self, part):
+        """64 keys in shared memory."""
+        return self.smem.k.at[0 if self.plan.wide else part]
+
+    def values(self, part):
+        """64 values in shared memory."""
+        return self.smem.k.at[1] if self.plan.wide else self.smem.v.at[part]
+
+    def queries(self, slot):
+        """A slot's queries."""
+        return self.smem.q.at[0, slot] if self.plan.wide else self.smem.q.at[slot]
+
+    def douts(self, slot):
+        """A slot's dout."""
+        return self.smem.q.at[1, slot] if self.plan.wide else self.smem.dout.at[slot]
+
+    @property
+    def parts(self) -> int:
+        """Times 64 keys: the tile."""
+        return 1 if self.plan.wide else WGS
+
+    @property
+    def _words(self) -> int:
+        return self.stages * 2 * self.block_q
+
+    def fact(self, field: int):
+        """Where in `words` a fact on the tile stands."""
+        return self._words + field
+
+    def word(self, step, field: int):
+        """Where in `words` one on a step stands."""
+        return (step & (RING - 1)) * 4 + (self._words + 8 + field)
+
+
+def takes(tiles: KernelTiles, spec: Spec) -> bool:
+    """Whether the kernel runs such tiles."""
+    wide = max(common.padded(spec.head_dim), common.padded(spec.v_dim))
+    most = {(128, 128): 64, (64, 128): 128, (64, 64): 256}
+    fits = wide <= most.get((tiles.block_q, tiles.block_kv), 0)
+    return fits and tiles.num_warps == 4 * WGS and tiles.num_stages >= 2
+
+
+def channels(tiles: KernelTiles, spec: Spec) -> tuple[int, int]:
+    """Channels in shared memory, whole multiples of 64: of q and k, of v and dout."""
+    dim, v_dim = common.padded(spec.head_dim), common.padded(spec.v_dim)
+    if tiles.block_kv == UNIT:
+        # Each has half of them, in blocks of 64 or, where that is no whole number, of 32.
+        dim = max(dim, v_dim, 2 * UNIT)
+        return dim, v_dim if dim % (2 * UNIT) else -(-v_dim // (2 * UNIT)) * 2 * UNIT
+    # Halves of dq are columns, 64 or more, or else rows.
+    return (dim if tiles.block_q == WGS * UNIT else max(dim, 2 * UNIT)), v_dim
+
+
+def smem_bytes(tiles: KernelTiles, spec: Spec) -> int:
+    """Shared memory of the kernel, barriers included."""
+    dim, v_dim = channels(tiles, spec)
+    wide = tiles.block_kv == UNIT
+    both = 2 * dim if wide else dim + v_dim
+    ds = 2 * tiles.block_kv * tiles.block_q
+    p = 0 if not wide else UNIT * UNIT * (1 if spec.soft_cap is None else 2)
+    dq = 0 if wide else 4 * tiles.block_q * dim
+    words = 4 * (tiles.num_stages * 2 * tiles.block_q + 8 + 4 * RING)
+    rows = tiles.block_kv + tiles.num_stages * tiles.block_q
+    return 2 * (rows * both + ds + p) + dq + words + 256
+
+
+def plan_of(call: Call) -> Plan:
+    """The schedule that follows from a call's shapes and tiles."""
+    spec, tiles = call.spec, call.tiles.dkv
+    dim, v_dim = channels(tiles, spec)
+    wide = tiles.block_kv == UNIT
+    q_rows = -(-spec.q_len // tiles.block_q) * tiles.block_q
+    streams = spec.batch * spec.kv_heads
+    stream_bytes = q_rows * spec.group * (6 * dim + 2 * v_dim)
+    together = max(1, min(streams, L2_BYTES // stream_bytes))
+    while streams % together:
+        together -= 1
+    return Plan(
+        dim=dim,
+        v_dim=v_dim,
+        q_rows=q_rows,
+        tiles=-(-spec.kv_len // tiles.block_kv),
+        streams=streams,
+        together=together,
+        wide=wide,
+        direct=wide or DIRECT,
+        by_rows=tiles.block_q == WGS * UNIT,
+        width=64 if not wide or dim % (2 * UNIT) == 0 else 32,
+    )
+
+
+def factor_of(call: Call) -> float | None:
+    """What turns s into base-2 logits; None where the way there is not a multiplication."""
+    if call.spec.soft_cap is not None or call.spec.scale == 0.0:
+        return None
+    return call.spec.scale * tile_math.LOG2E
+
+
+def is_ragged(call: Call) -> bool:
+    """Whether the last tile reaches past the end of the keys."""
+    return call.spec.kv_len % call.tiles.dkv.block_kv != 0
+
+
+def fence(call: Call) -> None:
+    """Makes this thread's writes to shared memory visible to TMA and wgmma, without a barrier."""
+    if call.interpret:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    emit()
