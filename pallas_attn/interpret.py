@@ -22,6 +22,10 @@ def interpret(detect_races: bool = False, target: str = "h200"):
     shared memory, barriers and TMA. Functions jitted before are traced again inside. Slow: for
     small shapes only.
 
+    Threads of Mosaic kernels wait for each other in callbacks, each of which takes one of XLA's CPU
+    threads. On a machine with few cores set the environment variable PJRT_NPROC to 16 before JAX
+    first looks for devices: kernels may else wait for ever.
+
     Args:
         detect_races: also run the race detector (Mosaic kernels only; Triton's interpreter is
             sequential and has none).

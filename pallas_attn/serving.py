@@ -60,7 +60,9 @@ def paged_attention(
             channels of the keys (absorbed MLA).
         page_table: int [batch, max_pages]: the page of each run of page_size keys. Entries past a
             sequence's length are never read.
-        kv_lens: int [batch]: keys of each sequence, new ones included, 0 or more.
+        kv_lens: int [batch]: keys of each sequence, new ones included, 0 to max_pages · page_size.
+            Contents of NumPy arrays are checked; on a device, lengths outside count as the nearest
+            that is inside.
         cu_seqlens_q: int [batch + 1], offsets of the sequences in q, ascending, from 0. Tokens past
             the last offset get 0.
         mask: a mask expression, asked at positions in each sequence, such as
@@ -103,9 +105,11 @@ def paged_attention(
         q_rows, q_len, cache, batch, (k_pages.shape[1], page_table.shape[1], True), v_dim,
         {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "num_splits": num_splits},
     )  # fmt: skip
+    lens = _lens(kv_lens, batch, page_table.shape[1] * k_pages.shape[1])
+    _check_pages(page_table, kv_lens, k_pages)
     inputs = DecodeInputs(
         q_rows, k_pages, v_pages, _int32("page_table", page_table),
-        _lens(kv_lens, batch), _offsets(cu_seqlens_q, batch), _as_mask(mask), sinks,
+        lens, _offsets(cu_seqlens_q, batch), _as_mask(mask), sinks,
     )  # fmt: skip
     out, lse = _attend(spec, inputs, backend, tiles)
     out, lse = _shaped(q, out, lse, cu_seqlens_q is not None)
@@ -156,7 +160,7 @@ def mha_decode(
         q_rows, q_len, cache, batch, (cache_len, 1, False), v_dim,
         {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "num_splits": num_splits},
     )  # fmt: skip
-    lens = _lens(kv_lens, batch)
+    lens = _lens(kv_lens, batch, cache_len)
     inputs = DecodeInputs(q_rows, k_cache, v_cache, None, lens, None, _as_mask(mask), sinks)
     out, lse = _attend(spec, inputs, backend, tiles)
     out, lse = _shaped(q, out, lse, False)
@@ -381,10 +385,27 @@ def _int32(name: str, x):
     return jnp.asarray(x).astype(np.int32)
 
 
-def _lens(kv_lens, batch: int):
+def _lens(kv_lens, batch: int, capacity: int):
     if kv_lens.shape != (batch,):
         raise ValueError(f"kv_lens: got shape {kv_lens.shape}, expected [batch] = ({batch},)")
-    return _int32("kv_lens", kv_lens)
+    lens = _int32("kv_lens", kv_lens)
+    if isinstance(kv_lens, np.ndarray) and ((kv_lens < 0) | (kv_lens > capacity)).any():
+        raise ValueError(f"kv_lens: got {kv_lens.tolist()}, expected 0 to {capacity} each")
+    return lens
+
+
+def _check_pages(page_table, kv_lens, k_pages) -> None:
+    """Raises where NumPy arrays name a page that is none, among those that are used."""
+    if not (isinstance(page_table, np.ndarray) and isinstance(kv_lens, np.ndarray)):
+        return
+    num_pages, page_size = k_pages.shape[:2]
+    used = np.arange(page_table.shape[1]) * page_size < kv_lens[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= num_pages))
+    if wrong.any():
+        raise ValueError(
+            f"page_table: got {page_table[wrong].tolist()}, expected 0 to {num_pages - 1} in the "
+            "entries that kv_lens uses"
+        )
 
 
 def _offsets(cu_seqlens, batch: int):
@@ -394,7 +415,14 @@ def _offsets(cu_seqlens, batch: int):
         raise ValueError(
             f"cu_seqlens_q: got shape {cu_seqlens.shape}, expected [batch + 1] = ({batch + 1},)"
         )
-    return _int32("cu_seqlens_q", cu_seqlens)
+    offsets = _int32("cu_seqlens_q", cu_seqlens)
+    if isinstance(cu_seqlens, np.ndarray) and (
+        cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any()
+    ):
+        raise ValueError(
+            f"cu_seqlens_q: got {cu_seqlens.tolist()}, expected offsets that ascend from 0"
+        )
+    return offsets
 
 
 __all__ = ["gather_pages", "mha_decode", "page_subset_attention", "paged_attention"]

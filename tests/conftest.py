@@ -1,11 +1,17 @@
 """How all tests run: strict dtypes, backends by name, and what needs a GPU skips without one."""
 
 import contextlib
+import os
 
 import jax
 import pytest
 
 from pallas_attn import backends, gpu, testing
+
+# Threads of the Mosaic interpreter wait in callbacks, each of which takes one of XLA's threads:
+# with as few of these as a small machine has cores, kernels may wait for ever. Read when JAX first
+# looks for devices.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 # Mixed dtypes that JAX would promote in silence are faults here. Rank promotion stays allowed:
 # masks broadcast [batch, 1, ...] against host arrays of lower rank on purpose.

@@ -312,6 +312,18 @@ GOOD = {
         ({"v_dim": 8}, ValueError, "v_dim: got 8"),
         ({"num_splits": 0}, ValueError, "num_splits: got 0"),
         ({"cu_seqlens_q": jnp.zeros((2,), jnp.int32)}, ValueError, "cu_seqlens_q: got shape"),
+        ({"kv_lens": np.array([49, 1])}, ValueError, r"kv_lens: got \[49, 1\], expected 0 to 48"),
+        ({"kv_lens": np.array([-1, 1])}, ValueError, "kv_lens: got"),
+        (
+            {"kv_lens": np.array([17, 1]), "page_table": np.array([[0, 6, 99], [5, -1, -1]])},
+            ValueError,
+            r"page_table: got \[6\], expected 0 to 5",
+        ),
+        (
+            {"q": jnp.ones((5, 4, 16)), "cu_seqlens_q": np.array([0, 3, 2])},
+            ValueError,
+            r"cu_seqlens_q: got \[0, 3, 2\], expected offsets that ascend",
+        ),
         ({"soft_cap": -1.0}, ValueError, "soft_cap"),
         ({"sinks": jnp.ones((3,))}, ValueError, "sinks"),
         ({"backend": "no"}, ValueError, "backend: got 'no'"),

@@ -1,17 +1,20 @@
-"""The Hopper backward by interpretation: gradients under every schedule.
+"""The Hopper backward by interpretation: gradients under every form of table and every schedule.
 
-Tiles are those that ship; a cotangent of lse comes with that of out. Masks with arrays run on a GPU
-(`tests/test_gpu.py`): the interpreter can hang on them where cores are few.
+Tiles are those that ship; a cotangent of lse comes with that of out.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import testing
+from pallas_attn import backends, reference, testing
+from pallas_attn.mosaic_gpu import backward_turns
+from pallas_attn.mosaic_gpu.detail import detail_by_key
+from pallas_attn.spec import Spec
 from pallas_attn.testing import MASK_CASES, Problem
 
 # What ships for up to 64, 128 and 256 channels; tiles of the forward that are quick to interpret.
@@ -28,8 +31,11 @@ def problem(lens=(150, 200), dims=(64, 64), **more):
 
 CASES = {
     "window, sinks, cap": (problem(sinks=True, soft_cap=3.0), "causal_window", NARROW),
-    "64 queries, 128 channels": (problem(dims=(128, 128)), "causal", MIDDLE),
-    "wide": (problem((130, 130), (192, 128)), "window", WIDE),
+    "documents": (problem((200, 200)), "causal_documents", NARROW),
+    "64 queries, 128 channels": (problem(dims=(128, 128)), "documents_padded", MIDDLE),
+    "few queries": (problem((8, 150)), "causal_documents", MIDDLE),
+    "wide": (problem(dims=(256, 256)), "lengths", WIDE),
+    "192 and 128 channels": (problem((130, 130), (192, 128)), "causal_documents", WIDE),
     "64 and 96 channels": (problem(dims=(64, 96)), "causal", MIDDLE),
 }
 
@@ -58,7 +64,30 @@ def test_gradients_of_float16():
     check(problem((70, 130)), "causal_offsets", MIDDLE, "float16")
 
 
-@pytest.mark.parametrize("mask_name", ["causal"])
+@pytest.mark.parametrize("tiles", [MIDDLE, WIDE], ids=["middle", "wide"])
+def test_padding_may_hold_anything(tiles):
+    given = problem((130, 130), heads=(2, 2))
+    lens = jnp.asarray([70, 129], jnp.int32)
+    data = testing.make_inputs(given, "bfloat16", pa.Lengths(lens, lens), "padding")
+    pad = (np.arange(130)[None] >= np.asarray(lens)[:, None])[..., None, None]
+
+    def gradients(operands, dout):
+        def attend(*x):
+            return pa.mha(*x, data.mask, backend="mosaic_gpu", tiles=tiles)
+
+        return jax.vjp(attend, *operands)[1](dout)
+
+    results = []
+    for fill in (0, jnp.nan):
+        *operands, dout = (jnp.where(pad, fill, x) for x in (*data.operands[:3], data.dout))
+        with pa.interpret():
+            results.append(jax.jit(gradients)(tuple(operands), dout))
+    for clean, poisoned in zip(*results, strict=True):
+        np.testing.assert_array_equal(testing.to_host(poisoned), testing.to_host(clean))
+        assert not np.where(pad, testing.to_host(poisoned), 0).any()
+
+
+@pytest.mark.parametrize("mask_name", ["causal", "dense_heads"])
 def test_deterministic_gradients(mask_name):
     check(problem((150, 150)), mask_name, MIDDLE, deterministic=True)
 
@@ -77,3 +106,59 @@ def test_other_tiles_are_refused(dkv, named):
     tiles = pa.Tiles(pa.KernelTiles(128, 64, 8), dkv, dkv)
     with pa.gpu.target("h200"), pytest.raises(ValueError, match=named):
         jax.eval_shape(lambda x: pa.mha(x, x, x, backend="mosaic_gpu", tiles=tiles), x)
+
+
+SPEC = Spec(2, 700, 900, 2, 2, 64, 64, "bfloat16", 0.1)
+SHUFFLED = pa.Document(
+    jnp.asarray(np.random.default_rng(0).permuted(np.arange(700) // 60), jnp.int32),
+    jnp.asarray(np.arange(900) // 80, jnp.int32),
+)
+BY_KEY = MASK_CASES | {"queries_of_documents_in_any_order": lambda *_: SHUFFLED & pa.Causal()}
+
+
+def mask_named(name):
+    shape = SPEC.batch, SPEC.q_heads, SPEC.q_len, SPEC.kv_len
+    return BY_KEY[name](testing.generator(name), *shape)
+
+
+@pytest.mark.parametrize("name", BY_KEY)
+def test_tiles_take_turns_in_the_order_in_which_they_add(name):
+    tiles = pa.Tiles(MIDDLE.fwd, MIDDLE.dq, MIDDLE.dkv)
+    visits = backends.build_table("mosaic_gpu", mask_named(name), tiles, SPEC).dkv
+    order = jax.tree.map(np.asarray, backward_turns.order_of(visits, 11))
+    seen = visits.kinds(11) > 0
+    want = np.cumsum(seen, -2) - seen
+    tile = np.arange(seen.shape[-2])
+    if order.first is not None:
+        got = tile[:, None] - order.first[..., None, :]
+    else:
+        bits, before = (x.astype(np.uint32) for x in np.moveaxis(order.turns, -1, 0))
+        earlier = (bits[..., tile // 32] & ((1 << tile % 32) - 1)).astype(np.uint32)
+        got = np.swapaxes(before[..., tile // 32] + np.bitwise_count(earlier), -1, -2)
+    np.testing.assert_array_equal(np.where(seen, got, 0), np.where(seen, want, 0))
+
+
+@pytest.mark.parametrize("name", BY_KEY)
+def test_what_decides_a_pair_by_key(name):
+    mask = mask_named(name)
+    detail = detail_by_key(mask, SPEC, block_q=64, block_kv=128)
+    want = np.asarray(reference.visible(mask, 2, 2, 700, 900))
+    want = np.broadcast_to(want, (2, 2, 700, 900)).swapaxes(-1, -2)
+    if detail.bits is not None:
+        words = np.asarray(detail.bits)[:, :, :900]
+        got = (words[..., np.arange(700) // 32] >> (np.arange(700) % 32)) & 1 != 0
+    else:
+        query = np.arange(700)
+        ends = {"lo": 0, "hi": 700}
+        for bound in ends:
+            rows = getattr(detail, bound)
+            if rows is not None:
+                ends[bound] = np.asarray(rows)[:, None, :900, None]
+        got = (query >= ends["lo"]) & (query < ends["hi"])
+        if detail.unsorted is not None:
+            keys, queries = np.asarray(detail.q_ids)[:, :900], np.asarray(detail.kv_ids)[:, :700]
+            same = keys[:, None, :, None] == queries[:, None, None, :]
+            got = got & (same | (np.asarray(detail.unsorted)[:, None, None, None] == 0))
+    # Queries that see nothing may count as seeing: their probabilities are 0.
+    sees = want.any(-2, keepdims=True)
+    np.testing.assert_array_equal(np.where(sees, got, False), want)

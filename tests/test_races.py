@@ -42,6 +42,7 @@ def run_limited(name: str, seconds: float):
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
         "PATH": "/usr/bin:/bin",
+        "PJRT_NPROC": "16",  # see conftest.py
         # An interpreted kernel is a large program that runs once: most of its time is compilation.
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     }

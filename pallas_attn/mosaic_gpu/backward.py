@@ -185,12 +185,7 @@ def _launch(call: Call, plan: Plan, inputs: Inputs, order: Order, dq):
         grid_names=("tile",),
         num_threads=WGS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=common.compiler_params(),
         kernel_name=name,
     )(*leaves, dq)
 

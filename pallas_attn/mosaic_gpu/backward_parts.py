@@ -23,8 +23,6 @@ WGS = 2
 RING = 8
 # Queries of the heads worked on at a time (q, dout, dq) stay in this much of the 50 MB L2 cache.
 L2_BYTES = 20 << 20
-# Whether narrow kernels too add dq from registers, and not by TMA from shared memory.
-DIRECT = False
 # Words on a step, and on the tile.
 Q_START, HEAD, PARTIAL, TURN = range(4)
 COUNT, KV_START, BATCH, KV_HEAD, MASK_BATCH, HEAD_SHIFT, KV_DIRTY, Q_DIRTY = range(8)
@@ -223,7 +221,7 @@ def plan_of(call: Call) -> Plan:
         streams=streams,
         together=together,
         wide=wide,
-        direct=wide or DIRECT,
+        direct=wide,
         by_rows=tiles.block_q == WGS * UNIT,
         width=64 if not wide or dim % (2 * UNIT) == 0 else 32,
     )

@@ -263,6 +263,17 @@ def num_blocks_at_once(total: int, call: Call) -> int:
     return min(total, device.sms if device else 132)
 
 
+def compiler_params():
+    """How all kernels are lowered."""
+    return plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        # Rows are reduced within a quad of lanes, which takes no shared memory.
+        reduction_scratch_bytes=0,
+    )
+
+
 def launch(body, inputs: Inputs, *, name: str, outs, scratch, blocks: int, threads: int):
     """Runs a persistent kernel.
 
@@ -292,12 +303,6 @@ def launch(body, inputs: Inputs, *, name: str, outs, scratch, blocks: int, threa
         grid_names=("block",),
         num_threads=threads,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Rows are reduced within a quad of lanes, which takes no shared memory.
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=compiler_params(),
         kernel_name=name,
     )(*leaves)

@@ -10,8 +10,8 @@
                           -> lazy_softmax -> (acc rescaled, if a maximum grew) -> acc += p·v
                 out = acc·factor -> shared memory -> TMA; lse -> global memory
 
-Consumers take turns (named barriers): the one whose turn it is issues its matmuls, so that the
-softmax of one runs under the matmuls of the others:
+Consumers take turns (named barriers) at the blocks that all of them see: the one whose turn it is
+issues its matmuls, so that the softmax of one runs under the matmuls of the others:
 
     wg 0   S0 PV0 | softmax ....... | S0 PV0 | softmax ...
     wg 1          | S1 PV1 | softmax ....... | S1 PV1 | ...
