@@ -1,4 +1,6 @@
 # make train    a small transformer on the CPU, in minutes (PRESET=h200 EXTRAS=cuda13,train on a GPU)
+# make sample   text from what was trained
+# make serve    a completions server on 127.0.0.1:8000 for what was trained
 # make test     the whole suite
 # make test-oldest  what changes between JAX releases, on the oldest one allowed
 # make lint     formatting, lint, types
@@ -23,7 +25,7 @@ OLDEST_TESTS ?= tests/test_transforms.py tests/test_forward.py tests/test_predic
     tests/test_lowering.py tests/test_mosaic_lowering.py tests/test_sharding.py \
     tests/test_flax_attention_fn.py
 
-.PHONY: train sample test test-oldest lint format clean
+.PHONY: train sample serve test test-oldest lint format clean
 .DELETE_ON_ERROR:
 
 # A run that was interrupted goes on; OUT=runs/other starts another.
@@ -32,6 +34,9 @@ train: $(VENV)/train.stamp
 
 sample: $(VENV)/train.stamp
 	$(RUN) -m models.sample $(OUT) $(ARGS)
+
+serve: $(VENV)/serve.stamp
+	$(RUN) -m models.serve $(OUT) $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(RUN) -m pytest $(TESTS) $(WORKERS) $(ARGS)
@@ -59,6 +64,10 @@ clean:
 
 $(VENV)/train.stamp: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	touch $@
+
+$(VENV)/serve.stamp: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS),serve]"
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python

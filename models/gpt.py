@@ -278,12 +278,26 @@ class GPT(nnx.Module):
             tokens: int32 [batch, len].
             positions: int32 [batch, len], counted inside each document.
             masks: From `plan_masks` or `layer_masks`, or whatever `attention` takes.
-            attention: Called as `pa.mha` is.
+            attention: Called as `pa.mha` is, once a layer and in their order.
             remat: A key of REMAT_POLICIES: what is kept for the backward pass.
 
         Returns:
             float32 [batch, len, vocab_size].
         """
+        return self.logits(
+            self.features(tokens, positions, masks, attention=attention, remat=remat)
+        )
+
+    def features(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        masks: Masks,
+        *,
+        attention: AttentionFn = pa.mha,
+        remat: str = "none",
+    ) -> jax.Array:
+        """All layers, but not the head; arguments as above. Gives [batch, len, width]."""
 
         def run(block: Block, x: jax.Array, rotation: Rotation, mask: Any) -> jax.Array:
             return block(x, rotation, mask, attention)
@@ -294,6 +308,10 @@ class GPT(nnx.Module):
         rotation = rotary_angles(positions, self.config.attention.head_dim)
         for layer, block in enumerate(self.blocks):
             x = run(block, x, rotation, masks[self.config.letter(layer)])
+        return x
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The head: features [..., width] to float32 [..., vocab_size]."""
         head = self.head[...].astype(self.dtype)
         return jnp.matmul(self.norm(x), head, preferred_element_type=jnp.float32)
 
