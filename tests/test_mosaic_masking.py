@@ -6,6 +6,7 @@ On a machine with a Hopper GPU, JAX with CUDA and pytest, without plugins:
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from pallas_attn import reference, testing
 from pallas_attn.call import Call
 from pallas_attn.mosaic_gpu import detail as details
 from pallas_attn.mosaic_gpu import masking
-from pallas_attn.mosaic_gpu.detail import Detail, detail_of
+from pallas_attn.mosaic_gpu.detail import Detail, detail_by_key, detail_of
 from pallas_attn.spec import Spec
 from pallas_attn.tiles import KernelTiles, Tiles
 
@@ -56,7 +57,7 @@ def visible(mask, sizes):
 
 
 def seen_by(detail, batch, heads, q_len, kv_len):
-    """The pairs that a Detail shows: by spans and ids or by bits, and by bits_t."""
+    """The pairs that a Detail shows, by spans and ids or by bits."""
     q_rows, kv_rows = (details.padded_rows(n) for n in (q_len, kv_len))
     out = np.ones((batch, heads, q_rows, kv_rows), bool)
     keys = np.arange(kv_rows)
@@ -68,23 +69,19 @@ def seen_by(detail, batch, heads, q_len, kv_len):
         q_ids, kv_ids = np.asarray(detail.q_ids), np.asarray(detail.kv_ids)
         same = q_ids[:, :, None] == kv_ids[:, None, :]
         out &= (same | (np.asarray(detail.unsorted)[:, None, None] == 0))[:, None]
-    both = [out, out]
-    for i, words in enumerate((detail.bits, detail.bits_t)):
-        if words is not None:
-            words = np.asarray(words).view(np.uint32)[..., None]
-            pairs = (words >> np.arange(32, dtype=np.uint32)) & 1
-            pairs = pairs.reshape(*words.shape[:-2], -1).astype(bool)
-            both[i] = both[i] & (pairs.swapaxes(-1, -2) if i else pairs)
-    return both[: 1 if detail.bits is not None and detail.bits_t is None else 2]
+    if detail.bits is not None:
+        words = np.asarray(detail.bits).view(np.uint32)[..., None]
+        pairs = (words >> np.arange(32, dtype=np.uint32)) & 1
+        out &= pairs.reshape(*words.shape[:-2], -1).astype(bool)
+    return out
 
 
-def check(detail, pairs, *, rows_end=True, keys_end=True):
-    """Both readings of a Detail are the pairs, and nothing past the ends that count."""
+def check(detail, pairs, *, keys_end=True):
+    """A Detail shows the pairs, and nothing past the ends that count."""
     batch, _, q_len, kv_len = pairs.shape
-    for got in seen_by(detail, *pairs.shape):
-        np.testing.assert_array_equal(got[:, :, :q_len, :kv_len], pairs)
-        assert not (rows_end and got[:, :, q_len:].any()), "a row past the end sees something"
-        assert not (keys_end and got[:, :, :q_len, kv_len:].any()), "a key past the end is seen"
+    got = seen_by(detail, *pairs.shape)
+    np.testing.assert_array_equal(got[:, :, :q_len, :kv_len], pairs)
+    assert not (keys_end and got[:, :, :q_len, kv_len:].any()), "a key past the end is seen"
     for x in jax.tree.leaves(detail):
         assert x.dtype == np.int32
         assert x.shape[0] in (1, batch)
@@ -94,21 +91,19 @@ def check(detail, pairs, *, rows_end=True, keys_end=True):
 def test_detail_is_the_definition(name):
     for sizes in SIZES:
         mask, pairs = case(name, sizes)
-        options = {"spec": spec_of(*sizes), "block_q": 64, "block_kv": 128, "backward": True}
+        options = {"spec": spec_of(*sizes), "block_q": 64, "block_kv": 128}
         check(detail_of(mask, **options), pairs, keys_end=sizes[3] % 128)
         traced = jax.jit(functools.partial(detail_of, **options))(mask)
         check(traced, pairs, keys_end=sizes[3] % 128)
-        forward = detail_of(mask, **{**options, "backward": False})
-        assert forward.bits_t is None
-        assert forward.q_dirty is None
-        check(forward, pairs, rows_end=False, keys_end=sizes[3] % 128)
-        held = sum(x.nbytes for x in (traced.bits, traced.bits_t) if x is not None)
-        assert held == details.pair_bytes(mask, options["spec"], block_q=64, block_kv=128)
+        assert traced.q_dirty is None
+        both = traced, detail_by_key(mask, **options)
+        held = sum(x.bits.nbytes for x in both if x.bits is not None)
+        assert held == details.pair_bytes(mask, **options)
 
 
 def test_what_needs_nothing_has_nothing():
     spec = spec_of(2, 2, 256, 512)
-    options = {"block_q": 64, "block_kv": 128, "backward": True}
+    options = {"block_q": 64, "block_kv": 128}
     assert jax.tree.leaves(detail_of(pa.Full(), spec, **options)) == []
     causal = detail_of(pa.Causal(), spec, **options)
     assert isinstance(causal.hi, np.ndarray), "known while tracing"
@@ -118,14 +113,13 @@ def test_what_needs_nothing_has_nothing():
     offsets = jnp.asarray([3, 5], jnp.int32)
     traced = detail_of(pa.Causal(offsets), spec, **options)
     assert jax.tree.leaves(traced) == [traced.hi], "a start at 0 is known also where traced"
-    # More queries than keys: every key exists, some rows do not.
-    assert detail_of(pa.Full(), spec_of(1, 1, 65, 128), **options).hi is not None
+    assert detail_of(pa.Full(), spec_of(1, 1, 128, 65), **options).hi is not None
 
 
 def test_whole_tiles_need_no_bits():
     rng = testing.generator("whole tiles")
     mask = pa.BlockSparse(rng.random((3, 2)) < 0.5, 128, 256)
-    options = {"block_kv": 128, "backward": True}
+    options = {"block_kv": 128}
     assert jax.tree.leaves(detail_of(mask, spec_of(1, 1, 384, 512), block_q=64, **options)) == []
     ragged = detail_of(mask, spec_of(1, 1, 380, 500), block_q=64, **options)
     assert ragged.bits is None
@@ -158,7 +152,7 @@ def test_ids_of_every_order(name):
     for q, kv in ((ids, None), (shuffled, ids), (ids, np.append(ids, ids[-1]))):
         mask = pa.Document(q, kv)
         sizes = (1, 1, len(q), len(q if kv is None else kv))
-        found = detail_of(mask, spec_of(*sizes), block_q=64, block_kv=64, backward=True)
+        found = detail_of(mask, spec_of(*sizes), block_q=64, block_kv=64)
         check(found, visible(mask, sizes))
         assert int(found.unsorted[0]) == (name in UNSORTED)
 
@@ -166,7 +160,7 @@ def test_ids_of_every_order(name):
 def test_each_sequence_decides_for_itself():
     ids = np.array([IDS["ascending"], IDS["back_again"], IDS["padding_at_the_end"]], np.int32)
     for mask in (pa.Document(ids), pa.Document(ids) & pa.Causal(), pa.Document(ids[1], ids)):
-        found = detail_of(mask, spec_of(3, 1, 8, 8), block_q=64, block_kv=64, backward=True)
+        found = detail_of(mask, spec_of(3, 1, 8, 8), block_q=64, block_kv=64)
         np.testing.assert_array_equal(found.unsorted, [0, 1, 0])
         check(found, visible(mask, (3, 1, 8, 8)))
 
@@ -175,7 +169,7 @@ def test_long_documents_against_plain_search():
     rng = testing.generator("long")
     ids = np.sort(rng.integers(-30, 400, (2, 5000)).astype(np.int32), axis=-1)
     mask = pa.Document(ids) & pa.Causal()
-    found = detail_of(mask, spec_of(2, 1, 5000, 5000), block_q=64, block_kv=128, backward=True)
+    found = detail_of(mask, spec_of(2, 1, 5000, 5000), block_q=64, block_kv=128)
     for row in range(2):
         lo = np.searchsorted(ids[row], ids[row], "left")
         hi = np.minimum(np.searchsorted(ids[row], ids[row], "right"), np.arange(5000) + 1)
@@ -188,25 +182,25 @@ def test_long_documents_against_plain_search():
 def test_padding_is_marked():
     spec = spec_of(2, 1, 300, 260)
     mask = pa.Lengths(jnp.asarray([7, 300]), jnp.asarray([260, 9]))
-    found = detail_of(mask, spec, block_q=64, block_kv=128, backward=True)
+    found = detail_by_key(mask, spec, block_q=64, block_kv=128)
     for dirty, lens, length in ((found.q_dirty, (7, 300), 300), (found.kv_dirty, (260, 9), 260)):
         index = np.arange(512)
         expected = [(index >= n) & (index < length) for n in lens]
         np.testing.assert_array_equal(dirty, expected)
-    assert detail_of(pa.Causal(), spec, block_q=64, block_kv=128, backward=True).kv_dirty is None
+    assert detail_of(pa.Causal(), spec, block_q=64, block_kv=128).kv_dirty is None
 
 
 def test_bits_in_chunks_are_the_bits_at_once(monkeypatch):
     mask, pairs = case("predicate_arrays", (2, 2, 300, 70))
     monkeypatch.setattr(details, "CHUNK_PAIRS", 2 * 2 * 256 * 64)
-    check(detail_of(mask, spec_of(2, 2, 300, 70), block_q=64, block_kv=64, backward=True), pairs)
+    check(detail_of(mask, spec_of(2, 2, 300, 70), block_q=64, block_kv=64), pairs)
 
 
 def test_two_documents_are_bits():
     rng = testing.generator("two documents")
     a, b = (jnp.asarray(rng.integers(0, 3, 90), jnp.int32) for _ in range(2))
     mask = pa.Document(a) & pa.Document(b)
-    found = detail_of(mask, spec_of(1, 1, 90, 90), block_q=64, block_kv=64, backward=True)
+    found = detail_of(mask, spec_of(1, 1, 90, 90), block_q=64, block_kv=64)
     assert found.bits is not None
     check(found, visible(mask, (1, 1, 90, 90)))
 
@@ -279,23 +273,28 @@ def from_registers(registers):
     return order.transpose(2, 1, 3, 0, 4, 5).reshape(64, -1)
 
 
-def masked_by_threads(detail, place, columns, by_key):
-    names, refs = masking._needed(detail, by_key)
+def masked_by_threads(detail, place, columns):
+    names, refs = masking._needed(detail)
     arrays = Detail(**{n: np.asarray(x) for n, x in zip(names, refs, strict=True)})
     registers = to_registers(np.zeros((64, columns), np.float32))
     at = masking.Place(*(np.int32(x) for x in place))
-    return from_registers(masking._apply(Threads(), registers, arrays, at, columns, by_key)) == 0
+    return from_registers(masking._apply(Threads(), registers, arrays, at, columns)) == 0
 
 
-def places(sizes, rows, columns, by_key):
-    """Every tile of a problem."""
-    batch, heads, q_len, kv_len = sizes
-    block_q, block_kv = (columns, rows) if by_key else (rows, columns)
-    for b in range(batch):
-        for h in range(heads):
-            for q in range(0, q_len, block_q):
-                for kv in range(0, kv_len, block_kv):
-                    yield masking.Place(b, h, q, kv), (block_q, block_kv)
+def seen_from(mask, sizes, by_key, **blocks):
+    """Detail, pairs [batch, heads, rows, columns] and which columns count, from either side."""
+    pairs = visible(mask, sizes)
+    spec = spec_of(*sizes)
+    if not by_key:
+        return detail_of(mask, spec, **blocks), pairs, np.full_like(pairs[:, :, :1], True)
+    # Queries that see nothing may count as seeing: their probabilities are 0.
+    turned = pairs.swapaxes(-1, -2)
+    return detail_by_key(mask, spec, **blocks), turned, turned.any(-2, keepdims=True)
+
+
+def grown(x, rows, columns):
+    """More columns and rows of False."""
+    return np.pad(x, [(0, 0), (0, 0), (0, rows - x.shape[2]), (0, columns - x.shape[3])])
 
 
 @pytest.mark.parametrize("columns", [64, 128, 192])
@@ -303,19 +302,19 @@ def places(sizes, rows, columns, by_key):
 @pytest.mark.parametrize("name", KINDS)
 def test_threads(name, by_key, columns):
     sizes = (2, 2, 200, 150)
-    mask, pairs = case(name, sizes)
-    detail = detail_of(
-        mask, spec_of(*sizes), block_q=64, block_kv=128 if name == "full" else 64, backward=True
-    )
-    whole = np.zeros((2, 2, 576, 576), bool)
-    whole[:, :, :200, :150] = pairs
+    mask, _ = case(name, sizes)
+    blocks = {"block_q": 64, "block_kv": 128 if name == "full" else 64}
+    detail, pairs, counts = seen_from(mask, sizes, by_key, **blocks)
+    length = pairs.shape[2]
+    expected, counts = grown(pairs, 576, 576), grown(counts, 1, 576)
     # Rows that no tile of a kernel reaches: arrays are padded to whole 256 rows only.
     detail = jax.tree.map(lambda x: widened(np.asarray(x)), detail)
-    for place, blocks in places(sizes, 64, columns, by_key):
-        b, h, q, kv = place
-        expected = whole[b, h, q : q + blocks[0], kv : kv + blocks[1]]
-        got = masked_by_threads(detail, place, columns, by_key)
-        np.testing.assert_array_equal(got.T if by_key else got, expected)
+    starts = itertools.product(range(0, length, 64), range(0, pairs.shape[3], columns))
+    for b, h, (row, column) in itertools.product(range(2), range(2), starts):
+        got = masked_by_threads(detail, masking.Place(b, h, row, column), columns)
+        at = np.s_[b, h, row : row + 64, column : column + columns]
+        got = got & counts[b, h, :, column : column + columns] if by_key else got
+        np.testing.assert_array_equal(got, expected[at])
 
 
 def widened(x):
@@ -331,7 +330,7 @@ def widened(x):
 # Kernels: the interpreter, lowering, and a GPU.
 
 
-def mask_kernel(detail, s, *, columns, by_key, call):
+def mask_kernel(detail, s, *, columns, call):
     """Masks every tile [64, columns] of s [batch, heads, rows, n] whose column block is even."""
     leaves, tree = jax.tree.flatten(detail)
     batch, heads, rows, length = s.shape
@@ -344,10 +343,9 @@ def mask_kernel(detail, s, *, columns, by_key, call):
         def step(j, _):
             at = (b, h, pl.ds(i * 64, 64), pl.ds(j * columns, columns))
             x = s_ref[at] if call.interpret else load_tile(s_ref.at[at])
-            starts = (j * columns, i * 64) if by_key else (i * 64, j * columns)
-            place = masking.Place(b, h, *starts)
-            mask = masking.mask_tile_transposed if by_key else masking.mask_tile
-            out_ref.at[at][...] = mask(x, arrays, place, (j & 1) == 0, call=call)
+            place = masking.Place(b, h, i * 64, j * columns)
+            masked = masking.mask_tile(x, arrays, place, (j & 1) == 0, call=call)
+            out_ref.at[at][...] = masked
 
         lax.fori_loop(jnp.int32(0), jnp.int32(length // columns), step, None)
         del tile
@@ -379,29 +377,25 @@ def rounded(n, to=256):
 
 
 def check_kernel(name, sizes, columns, *, interpret):
-    """Both directions of the kernel against the definition; odd column blocks are untouched."""
-    mask, pairs = case(name, sizes)
-    batch, heads, q_len, kv_len = sizes
+    """The kernel by query and by key against the definition; odd column blocks are untouched."""
+    mask, _ = case(name, sizes)
     call = call_of(sizes, interpret=interpret)
-    detail = detail_of(mask, call.spec, block_q=64, block_kv=128, backward=True)
-    detail = jax.tree.map(jnp.asarray, detail)
-    keys_end = kv_len % 128 != 0 or q_len % 64 != 0
-    shape = (batch, heads, rounded(q_len), rounded(kv_len))
     for by_key in (False, True):
-        s_shape = (*shape[:2], shape[3], shape[2]) if by_key else shape
-        s = jnp.asarray(testing.generator("s").standard_normal(s_shape, np.float32))
-        if not jax.tree.leaves(masking._needed(detail, by_key)[1]):
+        detail, pairs, counts = seen_from(mask, sizes, by_key, block_q=64, block_kv=128)
+        if not masking._needed(detail)[0]:
             continue
-        run = jax.jit(functools.partial(mask_kernel, columns=columns, by_key=by_key, call=call))
-        got = np.asarray(run(detail, s))
-        even = (np.arange(s_shape[3]) // columns) % 2 == 0
-        full = np.zeros(shape, bool)
-        full[:, :, :q_len, :kv_len] = pairs
-        full = full.swapaxes(-1, -2) if by_key else full
-        expected = np.where(full | ~even, np.asarray(s), -np.inf)
-        ends = (slice(None), slice(None), slice(0, q_len), slice(0, None if keys_end else kv_len))
-        ends = (*ends[:2], ends[3], ends[2]) if by_key else ends
-        np.testing.assert_array_equal(got[ends], expected[ends])
+        shape = (*pairs.shape[:2], rounded(pairs.shape[2]), rounded(pairs.shape[3]))
+        s = jnp.asarray(testing.generator("s").standard_normal(shape, np.float32))
+        run = jax.jit(functools.partial(mask_kernel, columns=columns, call=call))
+        got = np.asarray(run(jax.tree.map(jnp.asarray, detail), s))
+        even = (np.arange(shape[3]) // columns) % 2 == 0
+        expected = np.where(grown(pairs, *shape[2:]) | ~even, np.asarray(s), -np.inf)
+        rows = slice(0, pairs.shape[2])
+        compared = grown(counts, 1, shape[3]) | ~even
+        # Keys past the end are hidden where a block reaches past it.
+        compared |= not by_key and pairs.shape[3] % 128 != 0
+        at = np.broadcast_to(compared, got[:, :, rows].shape)
+        np.testing.assert_array_equal(got[:, :, rows][at], expected[:, :, rows][at])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -416,16 +410,15 @@ def arguments(kind, q_rows=512, kv_rows=512):
 
     span = {"lo": ints(2, q_rows), "hi": ints(2, q_rows)}
     ids = {"q_ids": ints(2, q_rows), "kv_ids": ints(2, kv_rows), "unsorted": ints(2)}
-    bits = {"bits": ints(2, 4, q_rows, kv_rows // 32), "bits_t": ints(2, 4, kv_rows, q_rows // 32)}
+    bits = {"bits": ints(2, 4, q_rows, kv_rows // 32)}
     fields = {"span": span, "hi": {"hi": span["hi"]}, "ids": {**span, **ids}, "bits": bits}
     return Detail(**fields[kind])
 
 
 @pytest.mark.parametrize("kind", ["hi", "span", "ids", "bits"])
-@pytest.mark.parametrize("by_key", [False, True], ids=["by_query", "by_key"])
-def test_lowers_for_a_gpu(kind, by_key):
+def test_lowers_for_a_gpu(kind):
     call = call_of((2, 4, 512, 512), interpret=False)
-    fn = functools.partial(mask_kernel, columns=128, by_key=by_key, call=call)
+    fn = functools.partial(mask_kernel, columns=128, call=call)
     s = jax.ShapeDtypeStruct((2, 4, 512, 512), jnp.float32)
     jax.jit(fn).trace(arguments(kind), s).lower(lowering_platforms=("cuda",))
 

@@ -51,9 +51,9 @@ class Detail:
         unsorted: [batch | 1]; 1 where a pair is visible only if its ids are equal too, 0 where lo
             and hi say all.
         bits: [batch | 1, q_heads | 1, q_rows, kv_rows / 32]; bit j of word w is key 32 w + j.
-        bits_t: [batch | 1, q_heads | 1, kv_rows, q_rows / 32], the same by key.
         kv_dirty, q_dirty: [batch | 1, kv_rows], [batch | 1, q_rows]; 1 for padding, whose numbers
-            may be anything. None when the mask calls nothing padding.
+            may be anything. None when the mask calls nothing padding; `detail_of` leaves q_dirty
+            out, since the forward's rows past a sequence's end are its own affair.
         any_kv_dirty, any_q_dirty: [batch | 1]; whether a sequence has such at all.
     """
 
@@ -63,7 +63,6 @@ class Detail:
     kv_ids: Any = None
     unsorted: Any = None
     bits: Any = None
-    bits_t: Any = None
     kv_dirty: Any = None
     q_dirty: Any = None
     any_kv_dirty: Any = None
@@ -75,7 +74,7 @@ def padded_rows(length: int) -> int:
     return -(-length // ROWS) * ROWS
 
 
-def detail_of(mask: Mask, spec: Spec, *, block_q, block_kv, backward: bool) -> Detail:
+def detail_of(mask: Mask, spec: Spec, *, block_q, block_kv) -> Detail:
     """What kernels need to decide single pairs.
 
     Args:
@@ -84,21 +83,17 @@ def detail_of(mask: Mask, spec: Spec, *, block_q, block_kv, backward: bool) -> D
         block_q, block_kv: the blocks that the kernels' tables are made of, an int or a tuple of
             all that are in use. Blocks of which a table says that nothing is visible are never
             asked about.
-        backward: whether a kernel reads tiles by key, where rows past q_len are columns.
 
     Returns:
         NumPy arrays where the mask is known while tracing, else arrays of a few device operations.
     """
     grids = _grids(spec, block_q, block_kv)
     grid = grids[0]
-    dirty = _padding(mask, grid, queries=backward)
-    ragged = any(
-        g.kv_len % g.block_kv != 0 or (backward and g.q_len % g.block_q != 0) for g in grids
-    )
+    dirty = _padding(mask, grid, queries=False)
+    ragged = any(g.kv_len % g.block_kv != 0 for g in grids)
     found = _spans_and_document(mask)
     if found is None and not all(mask.uniform(g) for g in grids):
-        bits, bits_t = _bits(mask, grid, backward)
-        return Detail(bits=bits, bits_t=bits_t, **dirty)
+        return Detail(bits=_bits(mask, grid, by_key=False), **dirty)
     # Blocks that are visible wholly or not at all are cut by the ends of the sequences only.
     spans, document = ([], None) if found is None else found
     lo, hi = _span(spans, grid)
@@ -134,7 +129,7 @@ def detail_by_key(mask: Mask, spec: Spec, *, block_q: int, block_kv: int) -> Det
     dirty = _padding(mask, grid, queries=True)
     found = _spans_and_document(mask)
     if found is None and not mask.uniform(grid):
-        return Detail(bits=_bits(mask, grid, backward=True)[1], **dirty)
+        return Detail(bits=_bits(mask, grid, by_key=True), **dirty)
     spans, document = ([], None) if found is None else found
     lo, hi = by_key(*_span(spans, grid), grid.q_len, grid.kv_len)
     q_ids = kv_ids = unsorted = None
@@ -158,7 +153,7 @@ def _grids(spec: Spec, block_q, block_kv) -> list[TileGrid]:
 
 
 def pair_bytes(mask: Mask, spec: Spec, *, block_q=128, block_kv=128) -> int:
-    """Bytes of `Detail.bits` and `bits_t` together: 0 for masks that need none.
+    """Bytes of `Detail.bits` of the forward and the backward together: 0 for masks without.
 
     Args:
         mask, spec, block_q, block_kv: as in `detail_of`.
@@ -381,8 +376,8 @@ def _extents(mask: Mask, grid: TileGrid) -> tuple[int, int]:
     return max(s[0] for s in sizes), max(s[1] for s in sizes)
 
 
-def _bits(mask: Mask, grid: TileGrid, backward: bool):
-    """(bits, bits_t or None), packed a few rows at a time."""
+def _bits(mask: Mask, grid: TileGrid, *, by_key: bool):
+    """`Detail.bits`, or those whose rows are keys; packed a few queries at a time."""
     lead = _extents(mask, grid)
     q_rows, kv_rows = padded_rows(grid.q_len), padded_rows(grid.kv_len)
     rows = q_rows
@@ -401,15 +396,12 @@ def _bits(mask: Mask, grid: TileGrid, backward: bool):
         )  # fmt: skip
         seen = mask.allowed(at) & (q <= q_last) & (kv <= kv_last)
         seen = jnp.broadcast_to(seen, (*lead, rows, kv_rows))
-        by_key = _words(jnp.swapaxes(seen, -1, -2)) if backward else None
-        return _words(seen), by_key
+        return _words(jnp.swapaxes(seen, -1, -2) if by_key else seen)
 
-    firsts = jnp.arange(0, q_rows, rows, dtype=np.int32)
-    bits, bits_t = jax.lax.map(pack, firsts)
-    bits = jnp.moveaxis(bits, 0, 2).reshape(*lead, q_rows, kv_rows // 32)
-    if backward:
-        bits_t = jnp.moveaxis(bits_t, 0, 3).reshape(*lead, kv_rows, q_rows // 32)
-    return bits, bits_t
+    bits = jax.lax.map(pack, jnp.arange(0, q_rows, rows, dtype=np.int32))
+    if by_key:
+        return jnp.moveaxis(bits, 0, 3).reshape(*lead, kv_rows, q_rows // 32)
+    return jnp.moveaxis(bits, 0, 2).reshape(*lead, q_rows, kv_rows // 32)
 
 
 def _words(seen):

@@ -19,7 +19,6 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.call import Call
-from pallas_attn.mask_core import both
 from pallas_attn.mosaic_gpu.common import TILE
 from pallas_attn.mosaic_gpu.detail import Detail
 from pallas_attn.mosaic_gpu.lanes import Emitter, first_column, first_row
@@ -40,29 +39,21 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call):
     """-inf where a pair is not visible.
 
     Args:
-        s: [64, n] float32, rows are queries.
+        s: [64, n] float32, rows are queries; or keys, with a `detail_by_key` and q_start and
+            kv_start in each other's place.
         detail: references.
         place: where the tile begins.
         partial: scalar; where it is false nothing happens.
         call: static facts.
     """
-    return _masked(s, detail, place, partial, call, by_key=False)
-
-
-def mask_tile_transposed(s, detail: Detail, place: Place, partial, *, call: Call):
-    """`mask_tile` of a tile [64, n] whose rows are keys and whose columns are queries."""
-    return _masked(s, detail, place, partial, call, by_key=True)
-
-
-def _masked(s, detail: Detail, place: Place, partial, call: Call, *, by_key: bool):
-    names, refs = _needed(detail, by_key)
+    names, refs = _needed(detail)
     if not names:
         return s
     if call.interpret:
         chosen = Detail(**dict(zip(names, refs, strict=True)))
         return lax.cond(
             jnp.asarray(partial).astype(bool),
-            lambda: jnp.where(_visible(chosen, place, s.shape, by_key), s, -jnp.inf),
+            lambda: jnp.where(_visible(chosen, place, s.shape), s, -jnp.inf),
             lambda: s,
         )
     refs_type = tuple(plgpu.RefType() for _ in refs)
@@ -76,7 +67,7 @@ def _masked(s, detail: Detail, place: Place, partial, call: Call, *, by_key: boo
         def change(registers):
             at = Place(*(machine.fresh(x) for x in scalars))
             arrays = Detail(**dict(zip(names, refs, strict=True)))
-            return _apply(machine, registers, arrays, at, s.shape[1], by_key)
+            return _apply(machine, registers, arrays, at, s.shape[1])
 
         registers = list(tile.registers.flat)
         assert len(registers) == s.shape[1] // 4, "two neighbouring columns a register"
@@ -91,12 +82,11 @@ def _masked(s, detail: Detail, place: Place, partial, call: Call, *, by_key: boo
     return emit(s, scalars, tuple(refs))
 
 
-def _needed(detail: Detail, by_key: bool):
+def _needed(detail: Detail):
     """Names and references of what decides a pair: the bits, or else spans and ids."""
-    bits = "bits_t" if by_key else "bits"
     names = ["lo", "hi", "q_ids", "kv_ids", "unsorted"]
-    if getattr(detail, bits) is not None:
-        names = [bits]
+    if detail.bits is not None:
+        names = ["bits"]
     names = [n for n in names if getattr(detail, n) is not None]
     return names, [getattr(detail, n) for n in names]
 
@@ -108,35 +98,32 @@ def _lead(ref, index, axis: int = 0):
     return index if ref.shape[axis] > 1 else 0
 
 
-def _visible(detail: Detail, place: Place, shape, by_key: bool):
-    """Which pairs of a tile are visible, by definition; [rows, columns] as `by_key` says."""
-    q_axis, kv_axis = (1, 0) if by_key else (0, 1)
-    q = (place.q_start, shape[q_axis])
-    kv = (place.kv_start, shape[kv_axis])
+def _visible(detail: Detail, place: Place, shape):
+    """Which pairs of a tile are visible, by definition."""
+    q, kv = (place.q_start, shape[0]), (place.kv_start, shape[1])
 
     def read(ref, part, axis):
         values = ref[_lead(ref, place.batch), pl.ds(*part)]
         return lax.broadcast_in_dim(values, shape, (axis,))
 
     seen = jnp.full(shape, True)
-    bits = detail.bits_t if by_key else detail.bits
+    bits = detail.bits
     if bits is not None:
-        rows, (start, count) = (kv, q) if by_key else (q, kv)
         words = bits[
             _lead(bits, place.batch), _lead(bits, place.head, 1),
-            pl.ds(*rows), pl.ds(start // 32, count // 32),
+            pl.ds(*q), pl.ds(kv[0] // 32, kv[1] // 32),
         ]  # fmt: skip
         words = jnp.repeat(words, 32, axis=1)
         shifts = lax.broadcasted_iota(jnp.int32, shape, 1) & 31
         return (lax.shift_right_logical(words, shifts) & 1) != 0
-    keys = place.kv_start + lax.broadcasted_iota(jnp.int32, shape, kv_axis)
+    keys = place.kv_start + lax.broadcasted_iota(jnp.int32, shape, 1)
     if detail.lo is not None:
-        seen = seen & (keys >= read(detail.lo, q, q_axis))
+        seen = seen & (keys >= read(detail.lo, q, 0))
     if detail.hi is not None:
-        seen = seen & (keys < read(detail.hi, q, q_axis))
+        seen = seen & (keys < read(detail.hi, q, 0))
     if detail.unsorted is not None:
         unsorted = detail.unsorted[_lead(detail.unsorted, place.batch)]
-        same = read(detail.q_ids, q, q_axis) == read(detail.kv_ids, kv, kv_axis)
+        same = read(detail.q_ids, q, 0) == read(detail.kv_ids, kv, 1)
         seen = seen & (same | (unsorted == 0))
     return seen
 
@@ -145,15 +132,13 @@ def _visible(detail: Detail, place: Place, shape, by_key: bool):
 # columns, [column group, row half].
 
 
-def _apply(machine, registers, detail: Detail, at: Place, columns: int, by_key: bool):
+def _apply(machine, registers, detail: Detail, at: Place, columns: int):
     """The thread's registers with -inf where a pair is not visible."""
     thread = machine.thread()
     first = first_row(thread), first_column(thread)
-    bits = detail.bits_t if by_key else detail.bits
-    if bits is not None:
-        return _apply_bits(machine, registers, bits, at, first, columns, by_key)
-    by = _apply_by_column if by_key else _apply_by_row
-    return by(machine, registers, detail, at, first)
+    if detail.bits is not None:
+        return _apply_bits(machine, registers, detail.bits, at, first, columns)
+    return _apply_spans(machine, registers, detail, at, first)
 
 
 def _when_unsorted(machine, detail: Detail, at: Place, values, change):
@@ -171,12 +156,11 @@ def _lead_of(ref, index, axis: int = 0):
     return index if shape[axis] > 1 else 0
 
 
-def _apply_bits(machine, registers, bits, at: Place, first, columns: int, by_key: bool):
+def _apply_bits(machine, registers, bits, at: Place, first, columns: int):
     row, column = first
-    row_start, start = (at.kv_start, at.q_start) if by_key else (at.q_start, at.kv_start)
     lead = _lead_of(bits, at.batch), _lead_of(bits, at.head, 1)
     row_words = machine.row_size(bits)
-    pointer = machine.pointer(bits, *lead, row_start + row, start >> 5)
+    pointer = machine.pointer(bits, *lead, at.q_start + row, at.kv_start >> 5)
     count = columns // 32
     width = count & -count if count & 3 else 4
     loaded = [
@@ -196,8 +180,8 @@ def _apply_bits(machine, registers, bits, at: Place, first, columns: int, by_key
     return machine.choose(registers, seen)
 
 
-def _apply_by_row(machine, registers, detail: Detail, at: Place, first):
-    """Rows are queries: their bounds, and ids if need be, become words of 32 elements."""
+def _apply_spans(machine, registers, detail: Detail, at: Place, first):
+    """The rows' bounds, and ids if need be, become words of 32 elements."""
     chunks = -(-len(registers) // 32)
     words = _span_words(machine, detail, at, first, chunks)
     groups = len(registers) // 2
@@ -249,34 +233,6 @@ def _pairs(machine, ref, batch, start, groups: int):
     """Of every 8 numbers the two that a thread's columns have, one after the other."""
     pointer = machine.pointer(ref, _lead_of(ref, batch), start)
     return [x for group in range(groups) for x in machine.load(pointer, 8 * group, 2)]
-
-
-def _apply_by_column(machine, registers, detail: Detail, at: Place, first):
-    """Columns are queries: every element has its own bounds."""
-    row, column = first
-    groups = len(registers) // 2
-    key = at.kv_start + row
-    keys = key, key + 8
-
-    def of_columns(ref):
-        return _pairs(machine, ref, at.batch, at.q_start + column, groups)
-
-    lo, hi = (None if ref is None else of_columns(ref) for ref in (detail.lo, detail.hi))
-
-    def seen(group, half, e):
-        n = 2 * group + e
-        after = None if lo is None else keys[half] >= lo[n]
-        return both(after, None if hi is None else keys[half] < hi[n])
-
-    def compared(registers):
-        pointer = machine.pointer(detail.kv_ids, _lead_of(detail.kv_ids, at.batch), key)
-        mine = [machine.load(pointer, 8 * half)[0] for half in (0, 1)]
-        others = of_columns(detail.q_ids)
-        return machine.choose(
-            registers, lambda group, half, e: machine.equal(mine[half], others[2 * group + e])
-        )
-
-    return _when_unsorted(machine, detail, at, machine.choose(registers, seen), compared)
 
 
 # Padding in shared memory.
@@ -343,4 +299,4 @@ def clean_rows_flags(dirty_ref, batch, start, rows: int, call: Call):
     return dirty_ref[_lead(dirty_ref, batch), pl.ds(start, rows)] == 0
 
 
-__all__ = ["Place", "clean_rows_flags", "clear_rows", "mask_tile", "mask_tile_transposed"]
+__all__ = ["Place", "clean_rows_flags", "clear_rows", "mask_tile"]

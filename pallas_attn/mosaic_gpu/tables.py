@@ -64,7 +64,7 @@ def build(mask: Mask, tiles: Tiles, spec: Spec) -> BlockTable:
     fwd = block_table.row_visits(mask, grid(rows, tiles.fwd.block_kv))
     blocks = {"block_q": tiles.dkv.block_q, "block_kv": tiles.dkv.block_kv}
     dkv = block_table.column_visits(mask, grid(**blocks))
-    detail = detail_of(mask, spec, block_q=rows, block_kv=tiles.fwd.block_kv, backward=False)
+    detail = detail_of(mask, spec, block_q=rows, block_kv=tiles.fwd.block_kv)
     rank, cost = order_of(streamed(fwd, tiles.fwd))
     backward = Extra(detail_by_key(mask, spec, **blocks), backward_rank(dkv))
     extra = Extra(detail, rank, cost, backward)
