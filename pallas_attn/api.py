@@ -62,7 +62,8 @@ def mha(
             `plan`, a bool array (True = attend) that broadcasts to [batch, q_heads, q_len, kv_len],
             or None.
         bias: float, broadcasts to [batch, q_heads, q_len, kv_len]; added after scaling, before
-            soft_cap. Differentiable in every broadcast shape.
+            soft_cap. Differentiable in every broadcast shape. -inf hides a pair as a mask does;
+            logits below -1e6 count as -1e6, so that a row of them is a plain mean.
         scale: a number; None for 1/sqrt(head_dim).
         soft_cap: c > 0 for c·tanh(logits / c); None for no cap.
         sinks: [q_heads], a learned logit a head that joins the softmax's denominator with value 0.

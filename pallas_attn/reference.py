@@ -48,7 +48,8 @@ def mha(q, k, v, mask=None, *, bias=None, scale=None, soft_cap=None, sinks=None)
         logits = logits + bias.astype(wide)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    seen = visible(mask, batch, q_heads, q_len, kv_len)
+    # A bias of -inf hides a pair, too.
+    seen = visible(mask, batch, q_heads, q_len, kv_len) & ~jnp.isneginf(logits)
     some = seen.any(-1, keepdims=True)
     logits = jnp.where(seen, logits, -jnp.inf)
     top = jnp.where(some, logits, 0.0).max(-1, keepdims=True, initial=-jnp.inf)

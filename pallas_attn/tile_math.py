@@ -13,6 +13,9 @@ from jax import lax
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+# What biases such as -1e9 or float32's least number come to: any other key outweighs it, and an
+# lse near it still tells how many keys a row has that are all hidden so.
+LEAST_LOGIT = -1e6
 
 
 def widen(row, shape, axis: int = 0):
@@ -35,7 +38,9 @@ def logits(qk, scale: float, soft_cap: float | None, bias=None, tanh=jnp.tanh):
         qk: q·k, float32.
         scale: multiplies qk.
         soft_cap: c, for c·tanh(y / c) of the scaled and biased logits y; or None.
-        bias: float32 tile added after scaling and before the cap; or None.
+        bias: float32 tile added after scaling and before the cap; or None. It may be any number
+            that hides a pair: without a cap lower logits count as `LEAST_LOGIT`, but for -inf,
+            which is no logit at all.
         tanh: for kernels whose own is too coarse.
 
     Returns:
@@ -50,7 +55,8 @@ def logits(qk, scale: float, soft_cap: float | None, bias=None, tanh=jnp.tanh):
     if bias is not None:
         y = y + bias
     if soft_cap is None:
-        return y, LOG2E
+        # A fused x·factor - shift is off by the rounding of its shift: of -1e30 by 1e23.
+        return jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(y, LEAST_LOGIT)), LOG2E
     return tanh(y * (1.0 / soft_cap)), soft_cap * LOG2E
 
 
@@ -66,7 +72,8 @@ def online_softmax(row_max, row_sum, x, factor: float, *, guard: bool, exp2=exp2
         row_max: running maximum of the base-2 logits, -inf at the start.
         row_sum: running sum of 2^(logit - row_max).
         x, factor: from `logits`; x is -inf where masked.
-        guard: whether a row may have seen nothing yet, so that its maximum stays -inf.
+        guard: whether a row may have seen nothing yet, so that its maximum stays -inf: where there
+            is a mask or a bias.
         exp2: see `exp2_of`.
 
     Returns:

@@ -285,6 +285,68 @@ def test_scales_that_are_zero_tiny_or_negative(scale, mask, backend):
         assert not np.any(got["dk"])
 
 
+def _hiding(bias, hidden, value):
+    """A bias with `value` where a pair is hidden."""
+    return jnp.where(jnp.asarray(hidden), jnp.asarray(value, bias.dtype), bias)
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.finfo(np.float32).min, -1e30, -1e4])
+@pytest.mark.parametrize("mask", [None, pa.Causal(align="bottom_right")], ids=["full", "causal"])
+def test_a_bias_that_hides_is_a_mask(value, mask, backend):
+    problem = Problem(batch=2, lens=(65, 70), heads=(2, 1), bias="bqk")
+    data = testing.make_inputs(problem, "float32", mask, "hiding bias")
+    # Whole leading tiles, and pairs here and there; every query sees its own key.
+    hidden = testing.generator("hiding").random((2, 1, 65, 70)) < 0.3
+    hidden[..., :60, :] |= np.arange(70) < np.arange(60)[:, None] - 20
+    hidden[..., np.arange(65), np.arange(65)] = False
+    bias = data.operands.bias
+    given = data._replace(operands=data.operands._replace(bias=_hiding(bias, hidden, value)))
+    by_mask = jnp.broadcast_to(jnp.asarray(~hidden), (2, 2, 65, 70))
+    wanted = data._replace(mask=pa.Dense(by_mask) & (mask or pa.Full()))
+    exact, plain = testing.expected_of(problem, wanted)
+    got = testing.run(testing.attend_with(problem, **options(backend)), given)
+    testing.assert_close(got, exact, plain, testing.magnitudes(problem, data), "float32")
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.finfo(np.float32).min])
+def test_rows_that_a_bias_hides_wholly_stay_finite(value, backend):
+    problem = Problem(batch=1, lens=(65, 70), heads=(2, 1), bias="qk")
+    data = testing.make_inputs(problem, "float32", None, "hidden rows")
+    hidden = np.zeros((1, 1, 65, 70), bool)
+    hidden[..., [0, 40, 64], :] = True
+    bias = _hiding(data.operands.bias, hidden, value)
+    # As in a loss that leaves such rows out.
+    data = data._replace(
+        operands=data.operands._replace(bias=bias),
+        dout=data.dout.at[:, [0, 40, 64]].set(0.0),
+        dlse=data.dlse.at[:, :, [0, 40, 64]].set(0.0),
+    )
+    got = testing.run(testing.attend_with(problem, **options(backend)), data)
+    assert all(np.isfinite(x).all() for name, x in got.items() if name != "lse")
+    mean = np.asarray(data.operands.v).mean((0, 1, 2)) if value > -np.inf else 0.0
+    close(got["out"][0, [0, 40, 64]], np.broadcast_to(mean, (3, 2, 32)))
+    assert not np.any(got["dq"][:, [0, 40, 64]])
+    seen = data._replace(
+        operands=data.operands._replace(bias=_hiding(bias, hidden, 0.0)),
+        mask=pa.Dense(jnp.asarray(~hidden)),
+    )
+    exact, plain = testing.expected_of(problem, seen)
+    got["out"][:, [0, 40, 64]], got["lse"][..., [0, 40, 64]] = 0.0, -np.inf  # looked at above
+    testing.assert_close(got, exact, plain, testing.magnitudes(problem, seen), "float32")
+
+
+@pytest.mark.parametrize("far", [200.0, -200.0, 3e4])
+@pytest.mark.parametrize("lens", [(1, 128), (64, 64), (65, 130)])
+def test_logits_that_are_all_far_from_zero(lens, far, backend):
+    """What is past an end counts as 0 somewhere: exp(0 - lse) must not be taken."""
+    problem = Problem(batch=1, lens=lens, heads=(2, 1), dims=(32, 32), scale=1.0)
+    data = testing.make_inputs(problem, "float32", None, "far")
+    q, k, *others = data.operands
+    q, k = 0.1 * q, 0.1 * k
+    operands = Operands(q.at[..., 0].set(16.0), k.at[..., 0].set(-far / 16.0), *others)
+    check(problem, data._replace(operands=operands), backend)
+
+
 @pytest.mark.parametrize(
     "dtypes",
     [

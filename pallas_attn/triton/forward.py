@@ -102,8 +102,9 @@ def _take(_, kv_block, carry, partial: bool, *, inputs: Inputs, call: Call, at, 
         seen = common.seen(inputs.mask, at, call, tiles, (q_start, kv_start))
         s = jnp.where(seen, s, -jnp.inf)
     row_max, row_sum, correction, p = tile_math.online_softmax(
-        row_max, row_sum, s, factor, guard=partial, exp2=common.exp2_for(call)
-    )
+        row_max, row_sum, s, factor,
+        guard=partial or inputs.bias is not None, exp2=common.exp2_for(call),
+    )  # fmt: skip
     v = common.load_rows(inputs.v, kv_start, tiles.block_kv, spec.v_dim, v_rows)
     acc = tuple(x * tile_math.widen(correction, x.shape) for x in acc)
     return row_max, row_sum, common.add_dots(acc, p.astype(inputs.v.dtype), v)
