@@ -4,6 +4,7 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pallas_attn import backends, vjp
@@ -88,6 +89,8 @@ def mha(
     spec = Spec.of(q, k, v, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks)
     backends.check_name(backend)
     _check_tiles(tiles)
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, expected a bool")
     if isinstance(mask, BlockTable):
         table, expression = mask, mask.mask
         table.check(spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
@@ -120,6 +123,8 @@ def _with_batch(q, k, v):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not is_array(x):
             raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
+    # NumPy's float64 is float32 to JAX, unless it was told to know float64.
+    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     if q.ndim == k.ndim == v.ndim == 3:
         return q[None], k[None], v[None], True
     return q, k, v, False

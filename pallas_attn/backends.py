@@ -32,10 +32,10 @@ def build_table(name: str, mask, tiles: Tiles, spec: Spec):
     return block_table.build(mask, tiles, grid_of, name)
 
 
-def check_name(name: str | None) -> None:
+def check_name(name: str | None, argument: str = "backend") -> None:
     """Raises ValueError for a name that is no backend."""
     if name is not None and name not in ALL:
-        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(ALL)}, or None")
+        raise ValueError(f"{argument}: got {name!r}, expected one of {', '.join(ALL)}, or None")
 
 
 def reasons(spec: Spec, mask, gpu: Gpu | None) -> dict[str, str | None]:

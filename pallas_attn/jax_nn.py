@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_attn import backends
 from pallas_attn.api import mha
 from pallas_attn.mask_core import Full, Mask
 from pallas_attn.masks import Causal, Dense, Lengths, SlidingWindow
@@ -53,6 +54,7 @@ def dot_product_attention(
     Raises:
         ValueError, TypeError, NotImplementedError: as `mha`.
     """
+    backends.check_name(implementation, "implementation")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None and x.ndim != 4:

@@ -103,12 +103,32 @@ def int_operand(name: str, value, rank: int | None = None):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int or an integer array")
     if not is_array(value) or isinstance(value, np.integer):
         return int(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}: got dtype {value.dtype}, expected an integer dtype")
     if rank is not None and value.ndim > rank:
         raise ValueError(f"{name}: got shape {value.shape}, expected rank {rank} or less")
-    array = jnp.asarray(value).astype(jnp.int32)
+    array = int32_array(name, value)
     return array.reshape(1) if array.ndim == 0 else array
+
+
+def int32_array(name: str, value):
+    """An integer array as int32. What it cannot hold raises on the host, and saturates on a device.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: for a NumPy array with numbers past int32.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {value.dtype}, expected an integer dtype")
+    limits, given = np.iinfo(np.int32), np.iinfo(value.dtype)
+    if given.min >= limits.min and given.max <= limits.max:
+        return jnp.asarray(value).astype(np.int32)
+    if isinstance(value, np.ndarray):
+        low, high = value.min(initial=0), value.max(initial=0)
+        if low < limits.min or high > limits.max:
+            raise ValueError(f"{name}: got numbers from {low} to {high}, expected what int32 holds")
+        return jnp.asarray(value.astype(np.int32))
+    # Wrapped around, a large id would turn into padding.
+    low, high = (np.asarray(n, value.dtype) for n in (max(given.min, limits.min), limits.max))
+    return jnp.clip(value, low, high).astype(np.int32)
 
 
 def batch_of(*values) -> int:

@@ -152,6 +152,8 @@ class PrefixLM(Mask):
 
     def __init__(self, prefix_len):
         self.prefix_len = int_operand("prefix_len", prefix_len, 1)
+        if isinstance(self.prefix_len, int) and self.prefix_len < 0:
+            raise ValueError(f"prefix_len: got {prefix_len}, expected 0 or more")
 
     def sizes(self):
         return batch_of(self.prefix_len), 1

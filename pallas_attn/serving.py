@@ -18,9 +18,10 @@ from pallas_attn.api import mha
 from pallas_attn.block_table import BlockTable
 from pallas_attn.decode_call import DecodeCall, DecodeInputs, DecodeSpec, DecodeTiles
 from pallas_attn.interpret import is_active
-from pallas_attn.mask_core import Mask, as_mask, is_array
+from pallas_attn.mask_core import Mask, as_mask, int32_array, is_array
 from pallas_attn.masks import Lengths
 from pallas_attn.spec import Spec
+from pallas_attn.varlen import check_ascending
 
 MAX_PAGE_SIZE = 1024
 # A CPU has no multiprocessors to fill.
@@ -108,8 +109,8 @@ def paged_attention(
     lens = _lens(kv_lens, batch, page_table.shape[1] * k_pages.shape[1])
     _check_pages(page_table, kv_lens, k_pages)
     inputs = DecodeInputs(
-        q_rows, k_pages, v_pages, _int32("page_table", page_table),
-        lens, _offsets(cu_seqlens_q, batch), _as_mask(mask), sinks,
+        q_rows, k_pages, v_pages, int32_array("page_table", page_table),
+        lens, _offsets(cu_seqlens_q, batch, q.shape[0]), _as_mask(mask), sinks,
     )  # fmt: skip
     out, lse = _attend(spec, inputs, backend, tiles)
     out, lse = _shaped(q, out, lse, cu_seqlens_q is not None)
@@ -253,8 +254,10 @@ def gather_pages(pages, page_table, kv_lens):
     batch, max_pages = page_table.shape
     page_size = pages.shape[1]
     index = jnp.arange(max_pages, dtype=np.int32) * np.int32(page_size)
-    lens = _int32("kv_lens", kv_lens)
-    table = jnp.where(index[None] < lens[:, None], _int32("page_table", page_table), np.int32(0))
+    lens = int32_array("kv_lens", kv_lens)
+    table = jnp.where(
+        index[None] < lens[:, None], int32_array("page_table", page_table), np.int32(0)
+    )
     dense = pages[table].reshape(batch, max_pages * page_size, *pages.shape[2:])
     inside = jnp.arange(max_pages * page_size, dtype=np.int32)[None] < lens[:, None]
     return jnp.where(inside[..., None, None], dense, jnp.zeros_like(dense))
@@ -379,16 +382,10 @@ def _as_mask(mask):
     return as_mask(mask)
 
 
-def _int32(name: str, x):
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: got dtype {x.dtype}, expected an integer dtype")
-    return jnp.asarray(x).astype(np.int32)
-
-
 def _lens(kv_lens, batch: int, capacity: int):
     if kv_lens.shape != (batch,):
         raise ValueError(f"kv_lens: got shape {kv_lens.shape}, expected [batch] = ({batch},)")
-    lens = _int32("kv_lens", kv_lens)
+    lens = int32_array("kv_lens", kv_lens)
     if isinstance(kv_lens, np.ndarray) and ((kv_lens < 0) | (kv_lens > capacity)).any():
         raise ValueError(f"kv_lens: got {kv_lens.tolist()}, expected 0 to {capacity} each")
     return lens
@@ -408,20 +405,15 @@ def _check_pages(page_table, kv_lens, k_pages) -> None:
         )
 
 
-def _offsets(cu_seqlens, batch: int):
+def _offsets(cu_seqlens, batch: int, tokens: int):
     if cu_seqlens is None:
         return None
     if cu_seqlens.shape != (batch + 1,):
         raise ValueError(
             f"cu_seqlens_q: got shape {cu_seqlens.shape}, expected [batch + 1] = ({batch + 1},)"
         )
-    offsets = _int32("cu_seqlens_q", cu_seqlens)
-    if isinstance(cu_seqlens, np.ndarray) and (
-        cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any()
-    ):
-        raise ValueError(
-            f"cu_seqlens_q: got {cu_seqlens.tolist()}, expected offsets that ascend from 0"
-        )
+    offsets = int32_array("cu_seqlens_q", cu_seqlens)
+    check_ascending("cu_seqlens_q", cu_seqlens, tokens)
     return offsets
 
 

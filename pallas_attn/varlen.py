@@ -12,7 +12,17 @@ from jaxtyping import Array, Float, Int
 
 from pallas_attn.api import mha
 from pallas_attn.block_table import BlockTable
-from pallas_attn.mask_core import Full, Mask, Position, as_mask, largest, smallest, span_tiles
+from pallas_attn.mask_core import (
+    Full,
+    Mask,
+    Position,
+    as_mask,
+    int32_array,
+    is_array,
+    largest,
+    smallest,
+    span_tiles,
+)
 from pallas_attn.masks import RowSpan
 
 
@@ -141,13 +151,16 @@ def mha_varlen(
         out [q_total, q_heads, v_dim]; with return_lse also lse [q_heads, q_total].
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `mha`.
+        ValueError, TypeError, NotImplementedError: as `mha`; ValueError also for offsets in a NumPy
+            array that do not ascend from 0 or pass the end.
     """
     if isinstance(mask, BlockTable):
         raise TypeError(
             "mask: got a BlockTable, expected a mask expression (offsets change the table)"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_array(x):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
         if x.ndim != 3:
             raise ValueError(f"{name}: got shape {x.shape}, expected [total, heads, dim]")
     cu_q = _offsets("cu_seqlens_q", cu_seqlens_q)
@@ -164,6 +177,10 @@ def mha_varlen(
             f"mask: got per-sequence arrays of {expression.sizes()[0]} entries, expected 1 or "
             f"{sequences}"
         )
+    for name, x, total in (
+        ("cu_seqlens_q", cu_seqlens_q, q.shape[0]), ("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
+    ):  # fmt: skip
+        check_ascending(name, x, total)
     packed = packed_mask(expression, cu_q, cu_kv, q.shape[0], k.shape[0])
     return mha(
         q, k, v, packed, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks,
@@ -171,12 +188,23 @@ def mha_varlen(
     )  # fmt: skip
 
 
+def check_ascending(name: str, offsets, total: int) -> None:
+    """Raises where offsets that the host knows are none of sequences side by side."""
+    if isinstance(offsets, np.ndarray) and (
+        offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > total
+    ):
+        raise ValueError(
+            f"{name}: got {offsets.tolist()}, expected offsets that ascend from 0 to {total} at "
+            "most"
+        )
+
+
 def _offsets(name: str, offsets):
+    if not is_array(offsets):
+        raise TypeError(f"{name}: got {type(offsets).__name__}, expected an integer array")
     if offsets.ndim != 1 or offsets.shape[0] < 2:
         raise ValueError(f"{name}: got shape {offsets.shape}, expected [sequences + 1], 2 or more")
-    if not jnp.issubdtype(offsets.dtype, jnp.integer):
-        raise TypeError(f"{name}: got dtype {offsets.dtype}, expected an integer dtype")
-    return jnp.asarray(offsets).astype(np.int32)
+    return int32_array(name, offsets)
 
 
-__all__ = ["Packed", "locate", "mha_varlen", "packed_mask"]
+__all__ = ["Packed", "check_ascending", "locate", "mha_varlen", "packed_mask"]

@@ -224,6 +224,13 @@ class TestScale:
             close(out, reference.mha(q, k, v, **options)[0])
 
 
+def test_float64_of_numpy_is_float32_unless_jax_knows_float64():
+    q, k, v = (np.asarray(x, np.float64) for x in operands())
+    out = unchecked(q, k, v)
+    assert out.dtype == jnp.float32
+    close(out, reference.mha(*(jnp.asarray(x) for x in (q, k, v)))[0])
+
+
 class TestErrors:
     @pytest.mark.parametrize("name", ["q", "k", "v"])
     def test_operands_must_be_arrays(self, name):
@@ -282,6 +289,7 @@ class TestErrors:
             ({"sinks": [0.0] * 4}, TypeError, "sinks: got list, expected an array"),
             ({"soft_cap": 0.0}, ValueError, "soft_cap: got 0.0, expected a positive number"),
             ({"soft_cap": -1.0}, ValueError, "soft_cap: got -1.0"),
+            ({"deterministic": "yes"}, TypeError, "deterministic: got str, expected a bool"),
             ({"tiles": (16, 16)}, TypeError, "tiles: got tuple, expected a Tiles or None"),
         ],
     )

@@ -171,7 +171,7 @@ def test_implementation_names_a_backend():
             atol=2e-5,
         )
     with pytest.raises(
-        ValueError, match="backend: got 'cudnn', expected one of mosaic_gpu, triton, xla"
+        ValueError, match="implementation: got 'cudnn', expected one of mosaic_gpu, triton, xla"
     ):
         inspect.unwrap(pa.dot_product_attention)(q, k, v, implementation="cudnn")
 

@@ -324,6 +324,9 @@ BAD = [
     (pa.SlidingWindow, (True,), ValueError, "left: got True"),
     (pa.PrefixLM, ("3",), TypeError, "prefix_len: got str, expected an int or an integer array"),
     (pa.PrefixLM, (None,), TypeError, "prefix_len: got NoneType"),
+    (pa.PrefixLM, (-1,), ValueError, "prefix_len: got -1, expected 0 or more"),
+    (pa.Document, (np.full(3, 2**40),), ValueError, "ids: got numbers from .* int32 holds"),
+    (pa.Document, (np.full(3, 2**31, np.uint32),), ValueError, "ids: got numbers from"),
     (pa.Chunked, (0,), ValueError, "chunk_len: got 0, expected an int from 1 up"),
     (pa.Chunked, (2.0,), ValueError, "chunk_len: got 2.0"),
     (pa.Chunked, (True,), ValueError, "chunk_len: got True"),
@@ -344,6 +347,13 @@ BAD = [
     (pa.Dense, (np.ones((1,) * 5, bool),), ValueError, "mask: got shape .* rank 4 or less"),
     (masks.RowSpan, (0.5, 1), TypeError, "start: got float"),
 ]
+
+
+def test_large_unsigned_ids_do_not_turn_into_padding():
+    mask = pa.Document(jnp.asarray([2**32 - 1, 2**32 - 1, 3], jnp.uint32))
+    np.testing.assert_array_equal(mask.q_segment_ids, [[2**31 - 1, 2**31 - 1, 3]])
+    whole = pa.Document(np.asarray([7, 7, 2**31 - 1], np.int64))
+    np.testing.assert_array_equal(whole.q_segment_ids, [[7, 7, 2**31 - 1]])
 
 
 @pytest.mark.parametrize(("cls", "args", "error", "message"), BAD)
