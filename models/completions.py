@@ -117,7 +117,7 @@ def parse(body: bytes, engine: Engine, model: str) -> Completion:
 def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise BadRequestError("the body is no JSON object")

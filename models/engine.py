@@ -35,7 +35,7 @@ import pallas_attn as pa
 from pallas_attn.varlen import locate
 
 from . import data
-from .gpt import GPTConfig
+from .gpt import layer_masks
 from .sampling import Draws, draw
 from .scheduler import Event, Request, Row, Scheduler
 
@@ -145,13 +145,6 @@ def _unpack(size: StepSize, packed: jax.Array):
     return tokens, named, table
 
 
-def paged_masks(config: GPTConfig) -> dict[str, pa.masks.Mask]:
-    """The masks of the model's layers where each sequence is one document."""
-    window = pa.Causal() & pa.SlidingWindow(config.attention.window, None)
-    known = {"L": pa.Causal(), "S": window, "C": pa.Causal()}
-    return {letter: known[letter] for letter in config.letters}
-
-
 def step(size, model, pools: Pools, last: jax.Array, packed: jax.Array, config: EngineConfig):
     """Feeds tokens and draws the next ones.
 
@@ -189,7 +182,7 @@ def step(size, model, pools: Pools, last: jax.Array, packed: jax.Array, config: 
         return out[None]
 
     positions = row["start"][owner] + inside
-    masks = paged_masks(model.config)
+    masks = layer_masks(model.config, None)
     x = model.features(tokens[None], positions[None], masks, attention=attention)[0]
     logits = model.logits(x[jnp.maximum(offsets[1:] - np.int32(1), np.int32(0))])
     logits = logits.at[:, np.asarray(config.forbidden, np.int32)].set(-jnp.inf)

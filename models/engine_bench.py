@@ -13,7 +13,7 @@ from flax import nnx
 from . import data
 from .engine import Engine, EngineConfig
 from .gpt import GPT
-from .sample import generate, load
+from .sample import abstract_model, generate, load
 from .scheduler import Request
 from .train import PRESETS
 
@@ -80,10 +80,7 @@ def _model(options) -> tuple[nnx.GraphDef, nnx.State, str]:
     make = jax.jit(
         lambda: nnx.split(GPT(config.model, rngs=nnx.Rngs(0), dtype=dtype), nnx.Param)[1]
     )
-    graphdef, _ = nnx.split(
-        nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0), dtype=dtype)), nnx.Param
-    )
-    return graphdef, make(), dtype
+    return abstract_model(config.model, dtype)[0], make(), dtype
 
 
 def _prompts(count: int, length: int, seed: int) -> list[tuple[int, ...]]:

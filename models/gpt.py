@@ -104,17 +104,20 @@ class GPTConfig:
         return sorted({self.letter(layer) for layer in range(self.layers)})
 
 
-def layer_masks(config: GPTConfig, segment_ids: jax.Array) -> dict[str, Any]:
+def layer_masks(config: GPTConfig, segment_ids: jax.Array | None) -> dict[str, Any]:
     """The mask expression for each letter that the layers use.
 
     Args:
         config: Of the model.
         segment_ids: int32 [batch, len]; tokens see their own document only, negative is padding.
+            None where each sequence is one document.
 
     Returns:
         {"L": ..., "S": ..., "C": ...}, those that there are.
     """
-    packed = pa.Causal() & pa.Document(segment_ids)
+    packed: pa.masks.Mask = pa.Causal()
+    if segment_ids is not None:
+        packed = packed & pa.Document(segment_ids)
     window = pa.SlidingWindow(config.attention.window, None)
     known = {"L": packed, "S": packed & window, "C": pa.Causal()}
     return {letter: known[letter] for letter in config.letters}

@@ -63,8 +63,8 @@ def mha(
             `plan`, a bool array (True = attend) that broadcasts to [batch, q_heads, q_len, kv_len],
             or None.
         bias: float, broadcasts to [batch, q_heads, q_len, kv_len]; added after scaling, before
-            soft_cap. Differentiable in every broadcast shape. -inf hides a pair as a mask does;
-            logits below -1e6 count as -1e6, so that a row of them is a plain mean.
+            soft_cap. Differentiable in every broadcast shape. Without a soft_cap, -inf hides a pair
+            as a mask does, and lower logits than -1e6 count as -1e6: a row of them is a plain mean.
         scale: a number; None for 1/sqrt(head_dim).
         soft_cap: c > 0 for c·tanh(logits / c); None for no cap.
         sinks: [q_heads], a learned logit a head that joins the softmax's denominator with value 0.
@@ -123,7 +123,6 @@ def _with_batch(q, k, v):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not is_array(x):
             raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
-    # NumPy's float64 is float32 to JAX, unless it was told to know float64.
     q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     if q.ndim == k.ndim == v.ndim == 3:
         return q[None], k[None], v[None], True

@@ -109,6 +109,17 @@ def int_operand(name: str, value, rank: int | None = None):
     return array.reshape(1) if array.ndim == 0 else array
 
 
+def position_operand(name: str, value):
+    """`int_operand` of a length or an offset, [batch] at most, within ±FAR.
+
+    No key is as far as that, so all numbers beyond mean the same; sums with them would wrap around.
+    """
+    found = int_operand(name, value, 1)
+    if is_array(found):
+        return jnp.clip(found, np.int32(-FAR), np.int32(FAR))
+    return max(-FAR, min(FAR, found))
+
+
 def int32_array(name: str, value):
     """An integer array as int32. What it cannot hold raises on the host, and saturates on a device.
 

@@ -37,6 +37,7 @@ from pallas_attn.mask_core import (
     int_operand,
     is_array,
     largest,
+    position_operand,
     show,
     to_blocks,
     true_like,
@@ -59,7 +60,7 @@ class Causal(Mask):
     def __init__(self, offset=0, align: str = "top_left"):
         if align not in ("top_left", "bottom_right"):
             raise ValueError(f"align: got {align!r}, expected 'top_left' or 'bottom_right'")
-        self.offset, self.align = int_operand("offset", offset, 1), align
+        self.offset, self.align = position_operand("offset", offset), align
 
     def _last(self, at):
         shift = at_batch(self.offset, at.batch)
@@ -151,7 +152,7 @@ class PrefixLM(Mask):
     runs = True
 
     def __init__(self, prefix_len):
-        self.prefix_len = int_operand("prefix_len", prefix_len, 1)
+        self.prefix_len = position_operand("prefix_len", prefix_len)
         if isinstance(self.prefix_len, int) and self.prefix_len < 0:
             raise ValueError(f"prefix_len: got {prefix_len}, expected 0 or more")
 
@@ -179,7 +180,7 @@ class Chunked(Mask):
     def __init__(self, chunk_len: int):
         if isinstance(chunk_len, bool) or not isinstance(chunk_len, int) or chunk_len < 1:
             raise ValueError(f"chunk_len: got {chunk_len!r}, expected an int from 1 up")
-        self.chunk_len = chunk_len
+        self.chunk_len = min(chunk_len, FAR)
 
     def _start(self, at):
         return at.q - at.q % np.int32(self.chunk_len)
@@ -204,8 +205,8 @@ class Lengths(Mask):
     runs = True
 
     def __init__(self, q_lens=None, kv_lens=None):
-        self.q_lens = None if q_lens is None else int_operand("q_lens", q_lens, 1)
-        self.kv_lens = None if kv_lens is None else int_operand("kv_lens", kv_lens, 1)
+        self.q_lens = None if q_lens is None else position_operand("q_lens", q_lens)
+        self.kv_lens = None if kv_lens is None else position_operand("kv_lens", kv_lens)
 
     def sizes(self):
         return batch_of(self.q_lens, self.kv_lens), 1
@@ -334,14 +335,12 @@ class Document(Mask):
     runs = True
 
     def __init__(self, q_segment_ids, kv_segment_ids=None):
-        if not is_array(q_segment_ids):
-            q_segment_ids = np.asarray(q_segment_ids)
-        self.q_segment_ids = jnp.atleast_2d(int_operand("q_segment_ids", q_segment_ids, 2))
-        self.kv_segment_ids = None
-        if kv_segment_ids is not None:
-            if not is_array(kv_segment_ids):
-                kv_segment_ids = np.asarray(kv_segment_ids)
-            self.kv_segment_ids = jnp.atleast_2d(int_operand("kv_segment_ids", kv_segment_ids, 2))
+        def rows(name, ids):
+            ids = ids if is_array(ids) else np.asarray(ids)
+            return jnp.atleast_2d(int_operand(name, ids, 2))
+
+        self.q_segment_ids, kv = rows("q_segment_ids", q_segment_ids), kv_segment_ids
+        self.kv_segment_ids = None if kv is None else rows("kv_segment_ids", kv)
 
     @property
     def _kv_ids(self):
@@ -410,7 +409,8 @@ class Dilated(Mask):
         for name, value, least in (("window", window, 0), ("dilation", dilation, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: got {value!r}, expected an int from {least} up")
-        self.window, self.dilation = window, dilation
+        self.dilation = min(dilation, FAR)
+        self.window = min(window, FAR // self.dilation)
 
     def allowed(self, at):
         distance = jnp.abs(at.q - at.kv)

@@ -21,7 +21,7 @@ from pallas_attn.interpret import is_active
 from pallas_attn.mask_core import Mask, as_mask, int32_array, is_array
 from pallas_attn.masks import Lengths
 from pallas_attn.spec import Spec
-from pallas_attn.varlen import check_ascending
+from pallas_attn.varlen import offsets_operand
 
 MAX_PAGE_SIZE = 1024
 # A CPU has no multiprocessors to fill.
@@ -412,9 +412,7 @@ def _offsets(cu_seqlens, batch: int, tokens: int):
         raise ValueError(
             f"cu_seqlens_q: got shape {cu_seqlens.shape}, expected [batch + 1] = ({batch + 1},)"
         )
-    offsets = int32_array("cu_seqlens_q", cu_seqlens)
-    check_ascending("cu_seqlens_q", cu_seqlens, tokens)
-    return offsets
+    return offsets_operand("cu_seqlens_q", cu_seqlens, tokens)
 
 
 __all__ = ["gather_pages", "mha_decode", "page_subset_attention", "paged_attention"]

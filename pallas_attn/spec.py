@@ -94,7 +94,8 @@ class Spec:
 
 
 def _common_dtype(q, k, v) -> str:
-    names = [jnp.dtype(x.dtype).name for x in (q, k, v)]
+    # NumPy's float64 is float32 to JAX, unless it was told to know float64.
+    names = [jax.dtypes.canonicalize_dtype(x.dtype).name for x in (q, k, v)]
     if len(set(names)) != 1:
         raise ValueError(f"dtype: got q {names[0]}, k {names[1]}, v {names[2]}, expected one dtype")
     if names[0] not in (*KERNEL_DTYPES, "float64"):

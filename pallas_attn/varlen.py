@@ -163,8 +163,9 @@ def mha_varlen(
             raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
         if x.ndim != 3:
             raise ValueError(f"{name}: got shape {x.shape}, expected [total, heads, dim]")
-    cu_q = _offsets("cu_seqlens_q", cu_seqlens_q)
-    cu_kv = cu_q if cu_seqlens_kv is None else _offsets("cu_seqlens_kv", cu_seqlens_kv)
+    cu_q = cu_kv = offsets_operand("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    if cu_seqlens_kv is not None:
+        cu_kv = offsets_operand("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
     if cu_q.shape != cu_kv.shape:
         raise ValueError(
             f"cu_seqlens_kv: got {cu_kv.shape[0]} offsets, expected {cu_q.shape[0]} as in "
@@ -177,10 +178,6 @@ def mha_varlen(
             f"mask: got per-sequence arrays of {expression.sizes()[0]} entries, expected 1 or "
             f"{sequences}"
         )
-    for name, x, total in (
-        ("cu_seqlens_q", cu_seqlens_q, q.shape[0]), ("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
-    ):  # fmt: skip
-        check_ascending(name, x, total)
     packed = packed_mask(expression, cu_q, cu_kv, q.shape[0], k.shape[0])
     return mha(
         q, k, v, packed, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks,
@@ -188,23 +185,26 @@ def mha_varlen(
     )  # fmt: skip
 
 
-def check_ascending(name: str, offsets, total: int) -> None:
-    """Raises where offsets that the host knows are none of sequences side by side."""
+def offsets_operand(name: str, offsets, total: int):
+    """Offsets of sequences side by side in `total` tokens, as int32.
+
+    Raises:
+        TypeError, ValueError: for what is no such thing; of the numbers, only those of a NumPy
+            array are looked at.
+    """
+    if not is_array(offsets):
+        raise TypeError(f"{name}: got {type(offsets).__name__}, expected an integer array")
+    if offsets.ndim != 1 or offsets.shape[0] < 2:
+        raise ValueError(f"{name}: got shape {offsets.shape}, expected [sequences + 1], 2 or more")
+    array = int32_array(name, offsets)
     if isinstance(offsets, np.ndarray) and (
-        offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > total
+        offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any() or offsets[-1] > total
     ):
         raise ValueError(
             f"{name}: got {offsets.tolist()}, expected offsets that ascend from 0 to {total} at "
             "most"
         )
+    return array
 
 
-def _offsets(name: str, offsets):
-    if not is_array(offsets):
-        raise TypeError(f"{name}: got {type(offsets).__name__}, expected an integer array")
-    if offsets.ndim != 1 or offsets.shape[0] < 2:
-        raise ValueError(f"{name}: got shape {offsets.shape}, expected [sequences + 1], 2 or more")
-    return int32_array(name, offsets)
-
-
-__all__ = ["Packed", "check_ascending", "locate", "mha_varlen", "packed_mask"]
+__all__ = ["Packed", "locate", "mha_varlen", "offsets_operand", "packed_mask"]

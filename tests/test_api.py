@@ -228,6 +228,7 @@ def test_float64_of_numpy_is_float32_unless_jax_knows_float64():
     q, k, v = (np.asarray(x, np.float64) for x in operands())
     out = unchecked(q, k, v)
     assert out.dtype == jnp.float32
+    assert pa.explain(q, k, v).spec.dtype == "float32"
     close(out, reference.mha(*(jnp.asarray(x) for x in (q, k, v)))[0])
 
 

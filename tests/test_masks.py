@@ -349,6 +349,22 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("far", [2**29, 2**31 - 1, 2**31, 2**63])
+def test_numbers_past_every_key_mean_the_same(far):
+    everything = [
+        pa.Causal(far), pa.PrefixLM(far), pa.Chunked(far), pa.Lengths(far, far),
+        pa.Dilated(far, 1), pa.SlidingWindow(far, far),
+    ]  # fmt: skip
+    if far < 2**31:
+        array = np.full(2, far, np.int64)
+        everything += [pa.Causal(array), pa.PrefixLM(array), pa.Lengths(kv_lens=array)]
+    for mask in everything:
+        assert np.asarray(reference.visible(mask, 2, 1, 9, 7)).all(), mask
+    assert not np.asarray(reference.visible(pa.Causal(-far), 2, 1, 9, 7)).any()
+    own = np.asarray(reference.visible(pa.Dilated(far, far), 1, 1, 7, 7))[0, 0]
+    np.testing.assert_array_equal(own, np.eye(7, dtype=bool))
+
+
 def test_large_unsigned_ids_do_not_turn_into_padding():
     mask = pa.Document(jnp.asarray([2**32 - 1, 2**32 - 1, 3], jnp.uint32))
     np.testing.assert_array_equal(mask.q_segment_ids, [[2**31 - 1, 2**31 - 1, 3]])

@@ -186,6 +186,7 @@ def test_sampling_and_stops(port, network):
         ({"prompt": "a", "logprobs": 3}, "logprobs"),
         ({"prompt": "a", "colour": "red"}, "colour"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b"[" * 200_000, None),
     ],
 )
 def test_bad_requests_are_told_why(port, body, param):
