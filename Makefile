@@ -13,8 +13,9 @@ ARGS ?=
 EXTRAS ?= flax,train
 TEST_EXTRAS ?= flax,train,test,sass
 TESTS ?= tests
-# One process a core, whole files at a time: fixtures that compile are shared by a file.
-WORKERS ?= -n auto --dist loadfile
+# One process a core, whole files at a time: fixtures that compile are shared by a file. In their own
+# order: with the files of fewest tests last, which are the longest here, one core would end alone.
+WORKERS ?= -n auto --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 RUN := $(VENV)/bin/python
