@@ -176,6 +176,7 @@ def serves(kind, *titles):
     return matches
 
 
+PREFILL = Bar("prefill over contiguous", "serve", 0.85, serves("prefill"), over_impl("contiguous"))
 SERVING = (
     Bar("decode over FA3's best split", "serve", 0.97, serves("decode", *PEERS_ROWS),
         over("fa3_paged")),
@@ -184,7 +185,7 @@ SERVING = (
     Bar("decode over the copy rate", "serve", 0.95, serves("decode", *PEERS_ROWS), over_copy,
         aim=True),
     Bar("varied over equal lengths", "serve", 0.9, lambda r: r["case"] == VARIED, over_equal),
-    Bar("prefill over contiguous", "serve", 0.85, serves("prefill"), over_impl("contiguous")),
+    PREFILL,
     Bar("form chosen over the better", "serve", 0.95, serves("subset"), over_forms),
 )  # fmt: skip
 
@@ -265,6 +266,7 @@ BARS = {
             over_own("deterministic")),
         Bar("block tables over one forward", "tables", 0.05, anything, field("share_of_forward"),
             at_most=True),
+        PREFILL,
         *AIMS,
     ),
 }  # fmt: skip

@@ -325,8 +325,9 @@ def prefill():
     }
     return [
         ServingCase(
-            "prefill", title, ServingShape("prefill", tuple(n + past for n in new), new, 64)
+            "prefill", title, ServingShape("prefill", tuple(n + past for n in new), new, page_size)
         )
+        for page_size in (64, 16)
         for title, (new, past) in chunks.items()
     ]
 

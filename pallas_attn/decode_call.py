@@ -82,7 +82,8 @@ class DecodeTiles:
     """The schedule of a serving kernel.
 
     Attributes:
-        block_rows: rows of a tile; a row is one token of one of a KV head's query heads.
+        block_rows: rows of a tile; a row is one token of one of a KV head's query heads. 192 for
+            three warpgroups of Hopper.
         block_kv: keys in a tile.
         num_warps, num_stages: as in `KernelTiles`.
         programs_per_sm: how many programs a multiprocessor should get in all; decides how finely
@@ -104,10 +105,10 @@ class DecodeTiles:
     def __post_init__(self):
         for name in ("block_rows", "block_kv"):
             size = getattr(self, name)
-            if not is_power_of_two(size) or size < 16:
+            if size < 16 or not (is_power_of_two(size) or (size, name) == (192, "block_rows")):
                 raise ValueError(f"{name}: got {size}, expected a power of two from 16 up")
-        if self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"num_warps: got {self.num_warps}, expected 1, 2, 4, 8 or 16")
+        if self.num_warps not in (1, 2, 4, 8, 12, 16):
+            raise ValueError(f"num_warps: got {self.num_warps}, expected 1, 2, 4, 8, 12 or 16")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages: got {self.num_stages}, expected 1 to 8")
         if self.programs_per_sm < 1:

@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn import backends
@@ -48,6 +49,8 @@ def _attend_backward(call, saved, cotangents):
     dout, dlse = cotangents
     sees = lse > -jnp.inf
     delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(lse.dtype), dout.astype(lse.dtype))
+    # Else XLA sums it in whatever fusion takes it, by threads that read far from each other.
+    delta = lax.optimization_barrier(delta)
     # Rows that see nothing have no gradient, whatever padding their cotangents carry.
     delta = jnp.where(sees, delta - dlse, 0.0)
     lse_log2 = jnp.where(sees, lse * LOG2E, jnp.inf)

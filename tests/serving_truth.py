@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn import backends, decode_call, reference, testing
+from pallas_attn import backends, decode_call, gpu, reference, testing
 from pallas_attn.mask_core import Position, as_mask
 
 SERVING = [name for name in backends.ALL if decode_call.load(name) is not None]
+# Those that take any call; Hopper's takes chunks in 16-bit floats, see test_mosaic_serving.py.
+GENERAL = [name for name in SERVING if name != "mosaic_gpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,20 @@ def make(case: Serving, seed: str = "serving") -> Data:
     floats = (jnp.asarray(x).astype(case.dtype) for x in (q, k_pages, v_pages))
     dense = (jnp.asarray(x).astype(case.dtype) for x in (dense_q, dense_k, dense_v))
     return Data(*floats, jnp.asarray(table), jnp.asarray(case.lens, jnp.int32), cu, sinks, *dense)
+
+
+def refusal(case: Serving, mask, backend: str) -> str | None:
+    """Why a backend does not take a case here, or None when it does."""
+    (q_heads, kv_heads), (dim, v_dim) = case.heads, case.dims
+    equal, options = isinstance(case.q_lens, int), dict(case.options)
+    spec = decode_call.DecodeSpec(
+        batch=case.batch, tokens=sum(case.each) + case.padding,
+        q_len=case.q_lens if equal else None, page_size=case.page_size, max_pages=case.max_pages,
+        paged=True, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, v_dim=v_dim,
+        dtype=case.dtype, scale=1.0, has_sinks=case.sinks, shared_kv=case.shared,
+        num_splits=options.get("num_splits"),
+    )  # fmt: skip
+    return decode_call.reason(backend, spec, as_mask(mask), gpu.detect())
 
 
 def attend(case: Serving, data: Data, mask=None, **more):

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_truth import SERVING, Serving, assert_right
+from serving_truth import GENERAL, Serving, assert_right, make, refusal, sizes, truth
 from test_decode import CASES
 
 import pallas_attn as pa
-from pallas_attn import decode_call, testing
+from pallas_attn import decode_call, gpu, testing
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = [name for name in SERVING if name != "xla"]
+KERNELS = [name for name in GENERAL if name != "xla"]
+HOPPER = "mosaic_gpu"
 CAUSAL = pa.Causal()
 WINDOW = CAUSAL & pa.SlidingWindow(1000)
 
@@ -57,6 +58,74 @@ LARGE = {
 }  # fmt: skip
 
 
+# What Hopper's kernel takes: chunks, over pages of 8 keys and more, and equal batches of many.
+MIXED = dataclasses.replace(
+    BASE, lens=(500, 0, 430, 64, 1503, 333), q_lens=(500, 0, 130, 1, 400, 3), padding=5
+)
+
+
+def mixed(**changes):
+    return dataclasses.replace(MIXED, **changes)
+
+
+PREFILL = {
+    **{f"pages_of_{n}": (mixed(page_size=n), CAUSAL) for n in (8, 16, 48, 64, 256, 1024)},
+    "whole": (mixed(), None),
+    "window": (mixed(sinks=True), CAUSAL & pa.SlidingWindow(200)),
+    "window_pages_of_16": (mixed(page_size=16), WINDOW),
+    "chunked": (mixed(page_size=16), pa.Chunked(300) & CAUSAL),
+    "prefix": (mixed(), pa.PrefixLM(jnp.arange(6, dtype=jnp.int32) * 150)),
+    "options": (mixed(options=(("scale", 0.2), ("soft_cap", 5.0)), sinks=True), CAUSAL),
+    "growing_logits": (mixed(options=(("scale", 3.0),)), CAUSAL),
+    "negative_scale": (mixed(options=(("scale", -0.3),)), CAUSAL),
+    "float16": (mixed(dtype="float16"), CAUSAL),
+    "heads_64_1": (mixed(heads=(64, 1)), CAUSAL),
+    "heads_equal": (mixed(heads=(5, 5)), CAUSAL),
+    "heads_6_2": (mixed(heads=(6, 2)), CAUSAL),
+    "dim_64": (mixed(dims=(64, 64)), CAUSAL),
+    "dim_64_window_pages_of_16": (mixed(dims=(64, 64), page_size=16), WINDOW),
+    "dim_256": (mixed(heads=(8, 2), dims=(256, 256)), CAUSAL),
+    "dim_256_pages_of_16": (mixed(heads=(8, 2), dims=(256, 256), page_size=16), WINDOW),
+    "dim_192_128": (mixed(heads=(8, 4), dims=(192, 128)), CAUSAL),
+    "dim_40_24": (mixed(heads=(8, 4), dims=(40, 24)), CAUSAL),
+    "dim_128_64": (mixed(heads=(8, 4), dims=(128, 64)), CAUSAL),
+    "equal": (mixed(lens=(0, 100, 777, 2048), q_lens=100, padding=0), CAUSAL),
+    "equal_of_64": (mixed(lens=(64, 100, 777, 2048), q_lens=64, padding=0, page_size=16), None),
+    "more_tokens_than_keys": (mixed(lens=(5, 0, 300), q_lens=200, padding=0), CAUSAL),
+}  # fmt: skip
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_is_right(name):
+    case, mask = PREFILL[name]
+    assert refusal(case, mask, HOPPER) is None
+    assert_right(case, mask, seed=name, backend=HOPPER)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", LARGE)
+def test_hopper_takes_it_or_says_why(name):
+    case, mask = LARGE[name]
+    if refusal(case, mask, HOPPER) is None:
+        assert_right(case, mask, seed=name, backend=HOPPER)
+    else:
+        with pytest.raises(NotImplementedError, match=HOPPER):
+            assert_right(case, mask, seed=name, backend=HOPPER)
+
+
+@pytest.mark.hopper
+def test_contiguous_cache_on_hopper():
+    case = mixed(lens=(0, 100, 777, 1000), q_lens=100, padding=0, page_size=1000, extra_pages=0)
+    data = make(case)
+    there = (jnp.arange(1000) < data.kv_lens[:, None])[..., None, None]
+    k, v = (jnp.where(there, x, jnp.nan) for x in (data.dense_k, data.dense_v))
+    options = {"mask": CAUSAL, "return_lse": True, "backend": HOPPER}
+    out, lse = jax.jit(lambda *x: pa.mha_decode(*x, **options))(data.q, k, v, data.kv_lens)
+    got = {"out": np.asarray(out, np.float64), "lse": np.asarray(lse, np.float64)}
+    testing.assert_close(got, *truth(case, data, CAUSAL), sizes(case, data), case.dtype)
+
+
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_is_right(name, backend):
@@ -89,6 +158,9 @@ def test_kernels_are_the_default():
         head_dim=128, v_dim=128, dtype="bfloat16", scale=1.0,
     )  # fmt: skip
     assert decode_call.choose(spec, pa.Full(), None) in KERNELS
+    if gpu.detect().is_hopper:
+        chunk = dataclasses.replace(spec, tokens=512, q_len=512, max_pages=64)
+        assert decode_call.choose(chunk, pa.Causal(), None) == HOPPER
 
 
 def normal(seed, *shape, dtype=jnp.bfloat16):
@@ -105,10 +177,11 @@ def batches(count, tokens, pages, max_pages, page_size):
         yield tuple(jnp.asarray(x, jnp.int32) for x in (table, lens, np.cumsum([0, *new])))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", [*KERNELS, pytest.param(HOPPER, marks=pytest.mark.hopper)])
 def test_many_batches(backend, report):
     """One program for all; every call gives the same bits again, whatever ran between."""
-    q, k, v = normal(0, 200, 32, 128), normal(1, 300, 64, 8, 128), normal(2, 300, 64, 8, 128)
+    tokens = 1000 if backend == HOPPER else 200
+    q, k, v = normal(0, tokens, 32, 128), normal(1, 300, 64, 8, 128), normal(2, 300, 64, 8, 128)
     traces = []
 
     @jax.jit
@@ -124,7 +197,7 @@ def test_many_batches(backend, report):
         equal = [(x == y).all() for x, y in zip(first, other, strict=True)]
         return jnp.stack([*equal, jnp.isfinite(first[0]).all()]).all()
 
-    given = list(batches(100, 200, 300, 40, 64))
+    given = list(batches(100, tokens, 300, 40, 64))
     first, other, found = [attend(*x) for x in given], normal(9, 1024, 1024), []
     for _ in range(5):
         for x, y in zip(given, first, strict=True):

@@ -17,10 +17,14 @@ from pallas_attn.mosaic_gpu.detail import detail_by_key
 from pallas_attn.spec import Spec
 from pallas_attn.testing import MASK_CASES, Problem
 
-# What ships for up to 64, 128 and 256 channels; tiles of the forward that are quick to interpret.
+# What ships for up to 64 and 128 channels, and for 256 with a cap; tiles of the forward that are
+# quick to interpret.
 NARROW = pa.Tiles(pa.KernelTiles(128, 64, 8), *(pa.KernelTiles(128, 128, 8),) * 2)
 MIDDLE = pa.Tiles(pa.KernelTiles(128, 64, 8), *(pa.KernelTiles(64, 128, 8, 3),) * 2)
 WIDE = pa.Tiles(pa.KernelTiles(128, 64, 8), *(pa.KernelTiles(64, 64, 8),) * 2)
+# A warpgroup of its own makes dq, as ships for up to 192 and 256 channels.
+ADDER_192 = pa.Tiles(pa.KernelTiles(128, 64, 8), *(pa.KernelTiles(64, 64, 12, 3),) * 2)
+ADDER = pa.Tiles(pa.KernelTiles(128, 64, 8), *(pa.KernelTiles(64, 64, 12),) * 2)
 
 BASE = Problem(batch=2, lens=(150, 200), heads=(4, 2), dims=(64, 64))
 
@@ -29,13 +33,21 @@ def problem(lens=(150, 200), dims=(64, 64), **more):
     return dataclasses.replace(BASE, lens=lens, dims=dims, **more)
 
 
+def wide(lens, dims=(256, 256), **more):
+    """Smaller, since it takes long to interpret; batch entries and heads are taken alike by all."""
+    return problem(lens, dims, batch=1, heads=(2, 1), **more)
+
+
 CASES = {
     "window, sinks, cap": (problem(sinks=True, soft_cap=3.0), "causal_window", NARROW),
     "documents": (problem((200, 200)), "causal_documents", NARROW),
     "64 queries, 128 channels": (problem(dims=(128, 128)), "documents_padded", MIDDLE),
     "few queries": (problem((8, 150)), "causal_documents", MIDDLE),
-    "wide": (problem(dims=(256, 256)), "lengths", WIDE),
-    "192 and 128 channels": (problem((130, 130), (192, 128)), "causal_documents", WIDE),
+    "wide": (wide((150, 200)), "lengths", WIDE),
+    "wide with an adder": (wide((130, 130)), "causal_documents", ADDER),
+    "192 and 128 channels": (wide((130, 130), (192, 128)), "causal_documents", ADDER_192),
+    "192 channels, cap": (wide((130, 130), (192, 192), soft_cap=3.0), "causal", ADDER_192),
+    "wide, cap": (wide((70, 130), soft_cap=3.0), "causal", ADDER),
     "64 and 96 channels": (problem(dims=(64, 96)), "causal", MIDDLE),
 }
 
@@ -64,7 +76,7 @@ def test_gradients_of_float16():
     check(problem((70, 130)), "causal_offsets", MIDDLE, "float16")
 
 
-@pytest.mark.parametrize("tiles", [MIDDLE, WIDE], ids=["middle", "wide"])
+@pytest.mark.parametrize("tiles", [MIDDLE, WIDE, ADDER], ids=["middle", "wide", "adder"])
 def test_padding_may_hold_anything(tiles):
     given = problem((130, 130), heads=(2, 2))
     lens = jnp.asarray([70, 129], jnp.int32)
@@ -87,9 +99,16 @@ def test_padding_may_hold_anything(tiles):
         assert not np.where(pad, testing.to_host(poisoned), 0).any()
 
 
-@pytest.mark.parametrize("mask_name", ["causal", "dense_heads"])
-def test_deterministic_gradients(mask_name):
-    check(problem((150, 150)), mask_name, MIDDLE, deterministic=True)
+@pytest.mark.parametrize(
+    ("given", "mask_name", "tiles"),
+    [
+        (problem((150, 150), batch=1), "causal", MIDDLE),
+        (problem((150, 150), batch=1), "dense_heads", MIDDLE),
+        (wide((150, 150), (64, 64)), "causal", ADDER),
+    ],
+)
+def test_deterministic_gradients(given, mask_name, tiles):
+    check(given, mask_name, tiles, deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +117,7 @@ def test_deterministic_gradients(mask_name):
         (pa.KernelTiles(32, 32), "32x32"),
         (pa.KernelTiles(64, 128, 4), "4 warps"),
         (pa.KernelTiles(64, 128, 8, 1), "1 stages"),
-        (pa.KernelTiles(64, 128, 8, 8), "shared memory"),
+        (pa.KernelTiles(64, 128, 8, 5), "shared memory"),
     ],
 )
 def test_other_tiles_are_refused(dkv, named):

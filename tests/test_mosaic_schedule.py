@@ -22,7 +22,7 @@ SPEC = Spec.of(STRUCT, STRUCT, STRUCT)
 )
 def test_tiles_of_falling_cost_are_dealt_out_evenly(tiles, streams, together):
     cost = tuple(range(1, tiles + 1))
-    table = schedule._balanced(cost, streams, together, 132)
+    table = schedule.balanced(cost, streams, together, 132)
     taken = [table[1 : 1 + count, block] for block, count in enumerate(table[0])]
     everything = np.concatenate(taken)
     assert collections.Counter(everything.tolist()) == dict.fromkeys(range(tiles * streams), 1)

@@ -22,7 +22,14 @@ import pallas_attn as pa
 from pallas_attn import backends, reference
 from pallas_attn.call import Call
 from pallas_attn.interpret import RaceError
-from pallas_attn.mosaic_gpu import backward, backward_narrow, mma, ring
+from pallas_attn.mosaic_gpu import (
+    backward,
+    backward_add,
+    backward_narrow,
+    backward_wide,
+    mma,
+    ring,
+)
 from pallas_attn.mosaic_gpu.common import Inputs
 from pallas_attn.spec import Spec
 from pallas_attn.tile_math import LOG2E
@@ -30,14 +37,14 @@ from pallas_attn.tile_math import LOG2E
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def run_limited(name: str, seconds: float):
-    """Runs the function `name` of this file in a child process; what it gave, read from JSON.
+def run_limited(name: str, seconds: float, file: str = __file__):
+    """Runs the function `name` of a file in a child process; what it gave, read from JSON.
 
     Raises:
         TimeoutError: when it takes longer, with what it printed until then.
         RuntimeError: when it fails.
     """
-    command = [sys.executable, str(pathlib.Path(__file__)), name]
+    command = [sys.executable, file, name]
     environment = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
@@ -76,12 +83,16 @@ CASES = {
 
 # Mask, channels, tiles of the backward, whether deterministic.
 NARROW, HALVES, WIDE = (pa.KernelTiles(*x, 8, 2) for x in ((64, 128), (128, 128), (64, 64)))
+ADDER = pa.KernelTiles(64, 64, 12, 2)
 WINDOW = pa.SlidingWindow(100, 0) & pa.Lengths(kv_lens=jnp.array([200]))
 BACKWARD_CASES = {
     "backward, causal": (pa.Causal(), 64, NARROW, False),
     "backward, deterministic": (pa.Causal(), 64, NARROW, True),
     "backward, two halves of queries": (WINDOW, 64, HALVES, False),
     "backward, wide": (WINDOW, 256, WIDE, False),
+    "backward, wide, adder": (WINDOW, 256, ADDER, False),
+    "backward, wide, adder, deterministic": (pa.Causal(), 192, ADDER, True),
+    "backward, padding": (pa.Lengths(jnp.array([130]), jnp.array([200])), 64, NARROW, False),
 }
 
 
@@ -124,7 +135,7 @@ def attend(mask, dims):
 
 def backward_problem(mask, channels=64, kernel_tiles=NARROW, deterministic=False):
     """Call and operands of the backward kernel for a cotangent of ones; what it should give."""
-    low, full = operands((channels, channels), kv_len=256)
+    low, full = operands((channels, channels), kv_len=512)
     out, lse = reference.mha(*full, mask)
     dout = jnp.ones_like(out)
     tiles = pa.Tiles(FWD, DQ, kernel_tiles)
@@ -251,10 +262,42 @@ def unheeded(barrier):
 BACKWARD_FAULTS = {
     **{
         f"backward, wait for {x}": functools.partial(contextlib.contextmanager(unheeded), x)
-        for x in ("full", "empty", "keys", "ds", "dq_full", "dq_empty", "read", "written")
+        for x in ("full", "empty", "keys", "ds", "dq_full", "dq_empty", "read", "written", "stored")
     },
     "backward, fence after ds and dq": functools.partial(dropped, backward_narrow, "fence"),
     "backward, wait for products": functools.partial(dropped, mma, "wait"),
+}
+
+
+def overtaken():
+    """A fault: the adder stages dq where what it sent before may still be read."""
+
+    def wait(original, n, *, wait_read_only=False):
+        if n == 0:
+            original(n, wait_read_only=wait_read_only)
+
+    return changed(plgpu, "wait_smem_to_gmem", wait)
+
+
+@contextlib.contextmanager
+def unasked():
+    """A fault: warpgroup 0 writes where warpgroup 1's dk may still read ds."""
+    bars = plgpu.Barrier(num_barriers=2)
+    with (
+        changed(backward, "_read_ds", lambda original, plan: bars),
+        dropped(backward_wide, "_free_ds"),
+    ):
+        yield
+
+
+ADDER_FAULTS = {
+    **{
+        f"backward, adder, wait for {x}": functools.partial(contextlib.contextmanager(unheeded), x)
+        for x in ("dq_empty", "ds", "p")
+    },
+    "backward, adder, wait for warpgroup 1": unasked,
+    "backward, adder, wait for a slot": overtaken,
+    "backward, adder, commit of dq": functools.partial(dropped, backward_add, "fence"),
 }
 
 
@@ -265,6 +308,10 @@ def faults():
         with fault():
             found[name] = attend(pa.Full(), TURNS)
     for name, fault in BACKWARD_FAULTS.items():
+        with fault():
+            found[name] = differentiate(*problem)
+    problem = backward_problem(pa.Full(), 256, ADDER)
+    for name, fault in ADDER_FAULTS.items():
         with fault():
             found[name] = differentiate(*problem)
     return found
@@ -297,14 +344,15 @@ def test_kernels_have_no_races(name, clean_runs):
     assert found == "clean", why
 
 
-@pytest.mark.parametrize("name", FAULTS | BACKWARD_FAULTS)
+@pytest.mark.parametrize("name", FAULTS | BACKWARD_FAULTS | ADDER_FAULTS)
 def test_a_planted_fault_is_found(name, faulty_runs):
     found, why = faulty_runs[name]
     # A dropped wait for a barrier may also break a rule that the interpreter checks by itself.
     dropped_wait = "wait for" in name and found == "error"
     assert found == "race" or (dropped_wait and "arrier" in why), f"{found}: {why}"
     if found == "race":
-        assert ("backward_" if name in BACKWARD_FAULTS else "forward.py:") in why
+        rooms = ("backward_",) if name.startswith("backward") else ("forward.py:", "attend.py:")
+        assert any(room in why for room in rooms), why
 
 
 def test_a_kernel_that_hangs_is_ended():

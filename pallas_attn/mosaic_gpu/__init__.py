@@ -17,15 +17,9 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
     """Why these kernels cannot take a call, or None when they can."""
     from pallas_attn.mosaic_gpu.detail import pair_bytes
 
-    if gpu is None:
-        return (
-            "it needs an NVIDIA GPU, and this process runs on none "
-            "(pallas_attn.interpret() runs it by interpretation)"
-        )
-    if not gpu.is_hopper:
-        return f"it needs compute capability 9.0, and {gpu.name} has {gpu.compute_capability}"
-    if spec.dtype not in DTYPES:
-        return f"it takes {' and '.join(DTYPES)}, and the operands are {spec.dtype}"
+    reason = device_reason(spec.dtype, gpu)
+    if reason is not None:
+        return reason
     if spec.bias_shape is not None:
         return "it takes no bias"
     for name, dim in (("head_dim", spec.head_dim), ("v_dim", spec.v_dim)):
@@ -46,16 +40,34 @@ def unsupported_reason(spec: Spec, mask, gpu: Gpu | None) -> str | None:
     return None
 
 
+def device_reason(dtype: str, gpu: Gpu | None) -> str | None:
+    """Why these kernels run on no operands of a dtype here, or None when they do."""
+    if gpu is None:
+        return (
+            "it needs an NVIDIA GPU, and this process runs on none "
+            "(pallas_attn.interpret() runs it by interpretation)"
+        )
+    if not gpu.is_hopper:
+        return f"it needs compute capability 9.0, and {gpu.name} has {gpu.compute_capability}"
+    if dtype not in DTYPES:
+        return f"it takes {' and '.join(DTYPES)}, and the operands are {dtype}"
+    return None
+
+
+def forward_tiles(wide: int) -> tuple[KernelTiles, ...]:
+    """Schedules of the forward worth trying for heads so wide, the default first."""
+    return next(tiles for most, tiles in _FORWARD if wide <= most)
+
+
 def candidate_tiles(spec: Spec, mask: Mask, gpu: Gpu | None) -> list[Tiles]:
     """Schedules worth trying for a call, the default first."""
     from pallas_attn.mosaic_gpu.common import padded
 
     del mask, gpu
     wide = max(padded(spec.head_dim), padded(spec.v_dim))
-    forward = next(tiles for most, tiles in _FORWARD if wide <= most)
     back = next(tiles for most, tiles in _BACKWARD if wide <= most)
     # One backward kernel makes all three gradients.
-    return [Tiles(tiles, back, back) for tiles in forward]
+    return [Tiles(tiles, back, back) for tiles in forward_tiles(wide)]
 
 
 def tiles_reason(tiles: Tiles, spec: Spec, gpu: Gpu | None) -> str | None:
@@ -83,7 +95,7 @@ def _backward_reason(tiles: KernelTiles, spec: Spec, gpu: Gpu | None) -> str | N
     if not takes(tiles, spec):
         return (
             f"dkv is {tiles}, and it takes 64x128, 128x128 (both up to 128 channels, the latter up "
-            "to 64) or 64x64, with 8 warps and 2 stages or more"
+            "to 64) or 64x64, with 8 warps (64x64 with 12 too) and 2 to 5 stages"
         )
     needed = smem_bytes(tiles, spec)
     if gpu is not None and needed > gpu.smem_per_block:
@@ -111,7 +123,8 @@ _FORWARD = (
 _BACKWARD = (
     (64, KernelTiles(128, 128, 8, 2)),
     (128, KernelTiles(64, 128, 8, 3)),
-    (256, KernelTiles(64, 64, 8, 2)),
+    (192, KernelTiles(64, 64, 12, 3)),
+    (256, KernelTiles(64, 64, 12, 2)),
 )
 
 

@@ -18,20 +18,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic_gpu import backward_add, common, mma, ring
 from pallas_attn.mosaic_gpu import backward_tile as tiles
-from pallas_attn.mosaic_gpu.backward_parts import COUNT, WGS, Kernel, fence
+from pallas_attn.mosaic_gpu import common, mma, ring
+from pallas_attn.mosaic_gpu.backward_parts import WGS, Kernel, fence
 from pallas_attn.mosaic_gpu.common import UNIT
 
 
-def compute(kernel: Kernel) -> None:
-    """What a consumer warpgroup does."""
+def compute(kernel: Kernel, slot):
+    """What a consumer warpgroup does of one tile; returns the slot of the next."""
     call, plan, smem, bars = kernel.call, kernel.plan, kernel.smem, kernel.bars
     dtype = smem.k.dtype
 
     def body(dk_acc, dv_acc):
-        plgpu.barrier_wait(bars.keys)
-        count = smem.words[kernel.fact(COUNT)]
+        count = kernel.steps
         tiles.clear_keys(kernel, kernel.wg)
         # The first step computes dq of a block before it, whose ds is 0.
         _put_ds(kernel, 1, common.tile_of(0.0, kernel.block_q, call).astype(dtype))
@@ -42,7 +41,7 @@ def compute(kernel: Kernel) -> None:
             _step(kernel, i, slot, dk_acc, dv_acc)
             return ring.next_slot(slot, kernel.stages)
 
-        lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
+        following = lax.fori_loop(jnp.int32(0), count, step, slot)
         plgpu.barrier_wait(bars.ds)
 
         @pl.when(count > 0)
@@ -53,9 +52,9 @@ def compute(kernel: Kernel) -> None:
 
             pl.run_scoped(last, _dq_accumulator(kernel))
 
-        return mma.load(dk_acc, 0, call=call), mma.load(dv_acc, 0, call=call)
+        return mma.load(dk_acc, 0, call=call), mma.load(dv_acc, 0, call=call), following
 
-    dk, dv = pl.run_scoped(
+    dk, dv, following = pl.run_scoped(
         body,
         mma.accumulator((UNIT, plan.dim), call=call),
         mma.accumulator((UNIT, plan.v_dim), call=call),
@@ -66,15 +65,16 @@ def compute(kernel: Kernel) -> None:
     smem.k.at[kernel.wg][...] = (dk * jnp.float32(call.spec.scale)).astype(dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(bars.written)
+    return following
 
 
 def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
     """One block of queries: its share of dk and dv, and dq of the block before."""
     call, smem, bars = kernel.call, kernel.smem, kernel.bars
     shape = UNIT, kernel.block_q
-    plgpu.barrier_wait(bars.full.at[slot])
+    plgpu.barrier_wait((bars.clean if kernel.plan.cleans else bars.full).at[slot])
     early = kernel._replace(wg=common.fresh(kernel.wg, call))
-    clean = tiles.clear_queries(kernel, i, slot)
+    clean = tiles.clean_queries(kernel, i)
     p, ds = pl.run_scoped(
         functools.partial(_probabilities, early, i, slot, clean),
         mma.accumulator(shape, call=call),
@@ -98,14 +98,21 @@ def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
 def _probabilities(kernel: Kernel, i, slot, clean, s_acc, dp_acc):
     """pᵀ and dsᵀ of a block, [64 keys, block_q], in the operands' dtype."""
     call, smem, wg = kernel.call, kernel.smem, kernel.wg
-    tiles.start(kernel, slot, s_acc, dp_acc)
+    # The maths of a cap leave no registers for dp, which then is computed after them.
+    capped = call.spec.soft_cap is not None
+    tiles.start(kernel, slot, s_acc, None if capped else dp_acc)
     mma.dot(s_acc, smem.k.at[wg], smem.q.at[slot], call=call, transpose_b=True)
-    mma.dot(dp_acc, smem.v.at[wg], smem.dout.at[slot], call=call, transpose_b=True)
-    s = mma.load(s_acc, 1, call=call)
+    if not capped:
+        mma.dot(dp_acc, smem.v.at[wg], smem.dout.at[slot], call=call, transpose_b=True)
+    s = mma.load(s_acc, 0 if capped else 1, call=call)
     p, weight = tiles.probabilities(kernel, i, slot, s, wg * UNIT)
     p, weight = tiles.only_clean(kernel, wg, clean, p, weight)
     p = p.astype(smem.k.dtype)
     weight, p = lax.optimization_barrier((weight, p))
+    if capped:
+        tiles.start(kernel, slot, None, dp_acc)
+        values = smem.v.at[common.fresh(wg, call)]
+        mma.dot(dp_acc, values, smem.dout.at[slot], call=call, transpose_b=True)
     # ds of the step before is whole, and nobody reads the one before that. Waiting here keeps the
     # compiler from moving the exponentials behind the wait for dp.
     plgpu.barrier_wait(kernel.bars.ds)
@@ -144,10 +151,6 @@ def _dq_accumulator(kernel: Kernel):
 def _put_dq(kernel: Kernel, i, dq):
     """Hands this warpgroup's half of dq of the step before `i` on."""
     bars = kernel.bars
-    if kernel.plan.direct:
-        fence(kernel.call)  # of ds
-        pl.when(i > 0)(lambda: backward_add.add(kernel, i - 1, dq))
-        return
     plgpu.barrier_wait(bars.dq_empty)
     kernel.smem.dq.at[kernel.wg][...] = dq
     fence(kernel.call)  # of ds too

@@ -7,6 +7,8 @@ they need from `words` in shared memory.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
@@ -23,9 +25,21 @@ WGS = 2
 RING = 8
 # Queries of the heads worked on at a time (q, dout, dq) stay in this much of the 50 MB L2 cache.
 L2_BYTES = 20 << 20
+# Tiles of masks with arrays are taken longest first where there are fewer sections than these: with
+# more, neighbours share the cache, and the last section's share of the time is small.
+FEW_SECTIONS = 4
+# In the place of a tile's `COUNT` where there is no tile.
+NO_TILE = -1
+# Shared memory of a thread block on Hopper, and of that what a slot takes in which dq is staged:
+# 64 queries, 32 channels, float32.
+SMEM_BYTES = 232_448
+STAGED = 32
+STAGED_BYTES = 4 * UNIT * STAGED
 # Words on a step, and on the tile.
 Q_START, HEAD, PARTIAL, TURN = range(4)
 COUNT, KV_START, BATCH, KV_HEAD, MASK_BATCH, HEAD_SHIFT, KV_DIRTY, Q_DIRTY = range(8)
+# Words on a tile and its steps; the next tile's have their own.
+TILE_WORDS = 8 + 4 * RING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +52,17 @@ class Plan:
         q_rows: q_len rounded up to whole blocks.
         tiles: blocks of keys of a head.
         streams: batch entries times KV heads.
-        together: streams whose tiles are taken alternately.
+        together: streams whose tiles are taken alternately: a section.
+        blocks: thread blocks.
+        cleans: whether a warp of the producer zeroes queries that are padding.
         wide: whether the warpgroups share 64 keys and split channels, rather than split 128 keys.
         direct: whether consumers add dq to global memory themselves.
+        adder: whether a warpgroup of its own computes and adds dq (wide only).
+        staged: slots of shared memory through which the adder adds, a divisor of dim / 32.
         by_rows: whether a warpgroup's half of dq is rows of it, and not columns.
         width: channels of a block of swizzled shared memory.
-        registers: a thread's, of consumers and producer.
+        registers: a thread's, of consumers, producer and adder.
+        by_warp: whether each warp of the adder sends its own rows of dq, and waits for no other.
     """
 
     dim: int
@@ -52,11 +71,16 @@ class Plan:
     tiles: int
     streams: int
     together: int
+    blocks: int
+    cleans: bool
     wide: bool
     direct: bool
+    adder: bool
+    staged: int
     by_rows: bool
     width: int
-    registers: tuple[int, int] = (240, 24)
+    registers: tuple[int, int, int]
+    by_warp: bool = True
 
 
 class Smem(NamedTuple):
@@ -64,10 +88,11 @@ class Smem(NamedTuple):
 
     k, v: [2, 64, d], 64 keys of each warpgroup; q, dout: [slots, block_q, d]; ds: [2, 2, (halves,)
     64 keys, 64 queries], slots of each warpgroup's keys; dq: each warpgroup's half. When wide: k:
-    [2, 64, d], keys and values; q: [2, slots, 64, d], q and dout; p: [1 or 2, 64, 64]; ds: [2, 64,
-    64]; no others. words: int32, one array since each array begins at a multiple of 1024 bytes: the
-    starts of s and dp, [slots, 2, block_q] float32 by their bits, then what the producer tells of
-    the tile, then of the steps.
+    [2, 64, d], keys and values; q: [2, slots, 64, d], q and dout; p: [up to 2, 64, 64]; ds: [2, 64,
+    64]; dq, where it is staged: [1 or each warpgroup, slots, 64 queries, 32]; no others. words:
+    int32, one array since each array begins at a multiple of 1024 bytes: the starts of s and dp,
+    [slots, 2, block_q] float32 by their bits, then what the producer tells of the tile, then of the
+    steps.
     """
 
     k: Any
@@ -83,13 +108,17 @@ class Smem(NamedTuple):
 class Barriers(NamedTuple):
     """What is waited for.
 
-    full, empty: slots; dout_empty: slots of dout (wide only); keys: k and v are there; p, ds: they
-    are written, and what else the consumers say; dq_full, dq_empty: dq's place in shared memory;
-    read: nobody reads k and v any more; written: dk and dv stand in their place.
+    full, empty: slots; clean: slots whose padding was zeroed, waited for in full's place;
+    dout_empty: slots of dout (wide only); keys: k and v are there; p, ds: they are written, and
+    what else the consumers say; dq_full, dq_empty: dq's place in shared memory (with an adder,
+    dq_empty: slots of ds that may be written, and ds slots too); read: nobody reads k and v any
+    more; written: dk and dv stand in their place; stored: they are on their way to global memory,
+    and the tile's words are no longer needed.
     """
 
     full: Any
     empty: Any
+    clean: Any
     dout_empty: Any
     keys: Any
     p: Any
@@ -98,6 +127,7 @@ class Barriers(NamedTuple):
     dq_empty: Any
     read: Any
     written: Any
+    stored: Any
 
 
 class Order(NamedTuple):
@@ -106,7 +136,7 @@ class Order(NamedTuple):
     first: int32 [batch | 1, q_heads | 1, q blocks], the first tile that adds to a block, where all
     that do are neighbours; or None. turns: int32 [batch | 1, q_heads | 1, q blocks, tiles / 32, 2],
     which of 32 tiles add to it, as bits, and how many before these; or None. done: int32 [batch,
-    q_heads, q blocks, 2], how many have; the halves of dq apart when wide.
+    q_heads, q blocks, 2], how many have; the halves of dq apart where consumers add.
     """
 
     first: Any
@@ -125,6 +155,13 @@ class Kernel(NamedTuple):
     smem: Smem
     bars: Barriers
     wg: Any
+    counter: Any  # int32 [1], tiles that have been taken
+    first_word: Any = None  # of those on the tile that is worked on
+
+    def of_tile(self, number) -> "Kernel":
+        """With the words on the `number`-th tile of this thread block."""
+        before = self.stages * 2 * self.block_q
+        return self._replace(first_word=(number & jnp.int32(1)) * TILE_WORDS + before)
 
     @property
     def block_q(self) -> int:
@@ -158,16 +195,17 @@ class Kernel(NamedTuple):
         return 1 if self.plan.wide else WGS
 
     @property
-    def _words(self) -> int:
-        return self.stages * 2 * self.block_q
+    def steps(self):
+        """How many the tile has."""
+        return self.smem.words[self.fact(COUNT)]
 
     def fact(self, field: int):
         """Where in `words` a fact on the tile stands."""
-        return self._words + field
+        return self.first_word + field
 
     def word(self, step, field: int):
         """Where in `words` one on a step stands."""
-        return (step & (RING - 1)) * 4 + (self._words + 8 + field)
+        return (step & jnp.int32(RING - 1)) * 4 + (self.first_word + (8 + field))
 
 
 def takes(tiles: KernelTiles, spec: Spec) -> bool:
@@ -175,7 +213,9 @@ def takes(tiles: KernelTiles, spec: Spec) -> bool:
     wide = max(common.padded(spec.head_dim), common.padded(spec.v_dim))
     most = {(128, 128): 64, (64, 128): 128, (64, 64): 256}
     fits = wide <= most.get((tiles.block_q, tiles.block_kv), 0)
-    return fits and tiles.num_warps == 4 * WGS and tiles.num_stages >= 2
+    warps = (4 * WGS, 4 * WGS + 4) if tiles.block_kv == UNIT else (4 * WGS,)
+    # More stages than these would outrun the words on them.
+    return fits and tiles.num_warps in warps and 2 <= tiles.num_stages < RING - 2
 
 
 def channels(tiles: KernelTiles, spec: Spec) -> tuple[int, int]:
@@ -189,20 +229,45 @@ def channels(tiles: KernelTiles, spec: Spec) -> tuple[int, int]:
     return (dim if tiles.block_q == WGS * UNIT else max(dim, 2 * UNIT)), v_dim
 
 
+def has_adder(tiles: KernelTiles, spec: Spec) -> bool:
+    """Whether a third warpgroup makes dq; it leaves no registers for a cap at 256 channels."""
+    fits = spec.soft_cap is None or channels(tiles, spec)[0] < 4 * UNIT
+    return tiles.num_warps > 4 * WGS and fits
+
+
 def smem_bytes(tiles: KernelTiles, spec: Spec) -> int:
     """Shared memory of the kernel, barriers included."""
+    return _unstaged_bytes(tiles, spec) + staged_slots(tiles, spec) * STAGED_BYTES
+
+
+def staged_slots(tiles: KernelTiles, spec: Spec) -> int:
+    """Slots in which the adder stages dq: what a step needs is a whole number of times as many."""
+    if not has_adder(tiles, spec):
+        return 0
+    needed = channels(tiles, spec)[0] // STAGED
+    room = (SMEM_BYTES - _unstaged_bytes(tiles, spec)) // STAGED_BYTES
+    return max([n for n in range(1, needed + 1) if needed % n == 0 and n <= room], default=1)
+
+
+def handed_over(adder: bool, spec: Spec) -> int:
+    """Slots of p, and of what else becomes ds, when wide; with an adder p stands in those of ds."""
+    return (spec.soft_cap is not None) + (not adder)
+
+
+def _unstaged_bytes(tiles: KernelTiles, spec: Spec) -> int:
+    """Without what the adder stages dq in."""
     dim, v_dim = channels(tiles, spec)
     wide = tiles.block_kv == UNIT
     both = 2 * dim if wide else dim + v_dim
     ds = 2 * tiles.block_kv * tiles.block_q
-    p = 0 if not wide else UNIT * UNIT * (1 if spec.soft_cap is None else 2)
+    p = UNIT * UNIT * handed_over(has_adder(tiles, spec), spec) if wide else 0
     dq = 0 if wide else 4 * tiles.block_q * dim
-    words = 4 * (tiles.num_stages * 2 * tiles.block_q + 8 + 4 * RING)
+    words = 4 * (tiles.num_stages * 2 * tiles.block_q + 2 * TILE_WORDS)
     rows = tiles.block_kv + tiles.num_stages * tiles.block_q
     return 2 * (rows * both + ds + p) + dq + words + 256
 
 
-def plan_of(call: Call) -> Plan:
+def plan_of(call: Call, inputs: Inputs) -> Plan:
     """The schedule that follows from a call's shapes and tiles."""
     spec, tiles = call.spec, call.tiles.dkv
     dim, v_dim = channels(tiles, spec)
@@ -213,18 +278,44 @@ def plan_of(call: Call) -> Plan:
     together = max(1, min(streams, L2_BYTES // stream_bytes))
     while streams % together:
         together -= 1
+    tiles_of_head = -(-spec.kv_len // tiles.block_kv)
+    cleans = inputs.extra.detail.q_dirty is not None and inputs.visits.any_partial
     return Plan(
         dim=dim,
         v_dim=v_dim,
         q_rows=q_rows,
-        tiles=-(-spec.kv_len // tiles.block_kv),
+        tiles=tiles_of_head,
         streams=streams,
         together=together,
+        blocks=common.num_blocks_at_once(tiles_of_head * streams, call),
+        cleans=cleans,
         wide=wide,
         direct=wide,
+        adder=has_adder(tiles, spec),
+        staged=staged_slots(tiles, spec),
         by_rows=tiles.block_q == WGS * UNIT,
         width=64 if not wide or dim % (2 * UNIT) == 0 else 32,
+        registers=(208, 24, 72) if has_adder(tiles, spec) else (240, 24, 0),
     )
+
+
+def for_each_tile(kernel: Kernel, work) -> None:
+    """Calls work(kernel, slot) for each tile, when its k and v are there.
+
+    What it returns is the next one's slot.
+    """
+
+    def await_tile(i):
+        plgpu.barrier_wait(kernel.bars.keys)
+        return kernel.of_tile(i).steps
+
+    def take(state):
+        i, slot, _ = state
+        slot = work(kernel.of_tile(common.fresh(i, kernel.call)), slot)
+        return i + 1, slot, await_tile(i + 1)
+
+    zero = jnp.int32(0)
+    lax.while_loop(lambda state: state[2] != NO_TILE, take, (zero, zero, await_tile(zero)))
 
 
 def factor_of(call: Call) -> float | None:

@@ -1,14 +1,37 @@
 """The producer warpgroup of the backward kernel: one warp loads, one stores.
 
-    warp 0    tells of the tile; loads its k, v; then, for each query head of the group and each
-              block of queries that sees the tile: tells of the step; waits until its slot is empty;
-              starts the loads of q, dout and the rows' starts
-    warp 1    adds dq, as the consumers hand it over, to what is in global memory (unless they do
-              so themselves); stores dk and dv
+    warp 0    for each tile: tells of it; for each query head of the group and each block of queries
+              that sees it: tells of the step; waits until its slot is empty; starts the loads of q,
+              dout and the rows' starts; after the first few of k and v too
+    warp 1    adds dq, as the consumers hand it over, to what is in global memory (unless compute
+              warpgroups do so themselves); stores dk and dv
+    warp 2    zeroes queries that are padding, where there are such
 
-With `deterministic`, tiles add to a block of dq in the order in which they were launched, so that
-none waits for one that has not begun, and take their blocks from the last to the first: those that
-run side by side then come to a block one shortly after the other.
+Tiles take their blocks from the last to the first. Under causal masks those that run side by side
+begin at the same block then, and find it in the cache; and with `deterministic`, where tiles add to
+a block of dq in the order in which they are taken, so that none waits for one that has not begun,
+they come to a block one shortly after the other.
+
+Nothing waits for ever, from tile to tile of a thread block, because:
+
+  - Who waits at a barrier has seen its phase n before phase n + 1 can end. `keys` n + 1 is loaded
+    after `stored` n, at which arrive, having seen `keys` n, both that wait there besides the
+    consumers, and the consumers come before `stored` by `written`. `written`, `stored`: one phase a
+    tile, n + 1 only after `keys` n + 1. After the last tile `keys` has one phase more, to say so.
+    `read`, `ds`: who waits also arrives, after having waited for the phase before. Rings (`full`,
+    `clean`, `empty`, `dout_empty`, `dq_full`, `dq_empty`): the other side arrives only after this
+    one has gone on.
+  - Both sides count alike. Slots go round over all tiles, as `done` and what `compute` returns say.
+    A tile of n steps ends n phases of rings, n + 1 of `ds` (the first says that ds of no step is
+    0), and n + 1 of `dq_full` and `dq_empty` (dq comes one step late), but none of these two when
+    n = 0. Such a tile still loads k and v, and stores dk = dv = 0.
+  - The loading warp waits only for tiles loaded wholly before. Of a tile it first loads what the
+    slots have room for: these slots were last used by tiles before it (fewer steps than slots come
+    ahead), whose loads are all issued. Then k and v wait for `stored` of the tile before, which
+    needs no more loads. From there on slots come free as this tile's consumers, which now have
+    everything they wait for, go on.
+  - Words on the tile before the last may be overwritten: `stored` of it was waited for before k
+    and v of the last one were loaded.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +39,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic_gpu import backward_turns as turns
+from pallas_attn.mosaic_gpu import common, masking, ring
 from pallas_attn.mosaic_gpu.backward_parts import (
     BATCH,
     COUNT,
@@ -28,12 +53,14 @@ from pallas_attn.mosaic_gpu.backward_parts import (
     KV_HEAD,
     KV_START,
     MASK_BATCH,
+    NO_TILE,
     PARTIAL,
     Q_DIRTY,
     Q_START,
     TURN,
     WGS,
     Kernel,
+    for_each_tile,
     is_ragged,
 )
 from pallas_attn.mosaic_gpu.common import UNIT
@@ -59,20 +86,50 @@ class Step(NamedTuple):
     turn: Any
 
 
-def this_tile(kernel: Kernel) -> Tile:
-    """This thread block's tile: tiles of `together` streams alternate, the longest first."""
+def _draw(kernel: Kernel, before):
+    """The number of this thread block's next tile.
+
+    Tiles are numbered in the order in which they are taken; whoever is done with one takes the
+    next that nobody has.
+
+    Args:
+        kernel: with the counter.
+        before: number of the tile before; less than 0: none.
+    """
+    if kernel.call.interpret:
+        # Thread blocks run one after another: the first would take all.
+        return jnp.where(before < 0, _block(), before + kernel.plan.blocks)
+    scalar = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)
+    def emit(_, counter):
+        text = (
+            "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; mov.b32 $0, 0; "
+            "setp.eq.u32 first, lane, 0; @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; "
+            "shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }"
+        )
+        return common.scalar_from_assembly([mgpu_utils.memref_ptr(counter)], text, "=r,l")
+
+    return emit(kernel.counter)
+
+
+def _block():
+    return lax.axis_index("block").astype(jnp.int32)
+
+
+def tile_at(kernel: Kernel, number) -> Tile:
+    """The tile of a number: those of `together` streams alternate, one section after the other."""
     plan, inputs, spec = kernel.plan, kernel.inputs, kernel.call.spec
-    number = lax.axis_index("tile").astype(jnp.int32)
     size = jnp.int32(plan.together * plan.tiles)
     section, rest = lax.div(number, size), lax.rem(number, size)
     stream = section * plan.together + lax.rem(rest, jnp.int32(plan.together))
-    place = lax.div(rest, jnp.int32(plan.together))
+    block = lax.div(rest, jnp.int32(plan.together))
     batch, kv_head = (f(stream, jnp.int32(spec.kv_heads)) for f in (lax.div, lax.rem))
     mask_batch, mask_head = batch, kv_head * spec.group
     if inputs.origin is not None:
         mask_batch, mask_head = mask_batch + inputs.origin[0], mask_head + inputs.origin[1]
-    rank = None if kernel.call.deterministic else inputs.extra.rank
-    block = place if rank is None else rank[_lead(rank, mask_batch), place]
+    if inputs.order is not None:
+        block = inputs.order[_lead(inputs.order, mask_batch), block]
     start = block * kernel.call.tiles.dkv.block_kv
     return Tile(batch, kv_head, mask_batch, mask_head, start, block)
 
@@ -137,7 +194,7 @@ def _member_steps(kernel: Kernel, tile: Tile, member, take, done):
     first, full_first, full_last, last = (table[(*row, i)] for i in range(4))
 
     def one(i, done):
-        block = first + last - 1 - i if deterministic else i
+        block = first + last - 1 - i
         partial = (block < full_first) | (block >= full_last)
         if visits.form == "run":
             return taken(block, partial, done)
@@ -150,10 +207,33 @@ def _member_steps(kernel: Kernel, tile: Tile, member, take, done):
 
 def load(kernel: Kernel) -> None:
     """Warp 0."""
-    inputs, smem, bars, call = kernel.inputs, kernel.smem, kernel.bars, kernel.call
-    tile = this_tile(kernel)
+    total = jnp.int32(kernel.plan.streams * kernel.plan.tiles)
+
+    def take(state):
+        i, number, done = state
+        done = _load_tile(kernel.of_tile(i), i, tile_at(kernel, number), done)
+        # Not before: what is drawn is nobody else's, and the last slots' steps are still to come.
+        return i + 1, _draw(kernel, number), done
+
+    start = jnp.int32(0), _draw(kernel, jnp.int32(-1)), jnp.int32(0)
+    i, _, _ = lax.while_loop(lambda state: state[1] < total, take, start)
+    _tell_end(kernel.of_tile(i), i)
+
+
+def _tell_end(kernel: Kernel, i) -> None:
+    """In the place of an i-th tile: there are no more."""
+    pl.when(i > 0)(lambda: plgpu.barrier_wait(kernel.bars.stored))
+    kernel.smem.words[kernel.fact(COUNT)] = jnp.int32(NO_TILE)
+    for _ in range(2 * kernel.parts):  # as many loads as k and v take
+        plgpu.barrier_arrive(kernel.bars.keys)
+
+
+def _load_tile(kernel: Kernel, i, tile: Tile, done):
+    """Loads the i-th tile; `done` steps came before it."""
+    inputs, smem, call = kernel.inputs, kernel.smem, kernel.call
+    count = count_steps(kernel, tile)
     facts = {
-        COUNT: count_steps(kernel, tile),
+        COUNT: count,
         KV_START: tile.kv_start,
         BATCH: tile.batch,
         KV_HEAD: tile.kv_head,
@@ -161,32 +241,52 @@ def load(kernel: Kernel) -> None:
         HEAD_SHIFT: tile.mask_head - tile.kv_head * call.spec.group,
     }
     detail = inputs.extra.detail
+    # Bit 1 of `PARTIAL`: ids are compared. Read once a tile.
+    compare = jnp.int32(0)
+    if detail.unsorted is not None:
+        compare = detail.unsorted[_lead(detail.unsorted, tile.mask_batch)] << 1
     for field, flags in ((KV_DIRTY, detail.any_kv_dirty), (Q_DIRTY, detail.any_q_dirty)):
         if flags is not None:
             facts[field] = flags[_lead(flags, tile.mask_batch)]
+    # These words were those of the tile before the last; nobody has read them since the loads of
+    # the last one's k and v.
     for field, value in facts.items():
         smem.words[kernel.fact(field)] = value
+    cut = tile.block == kernel.plan.tiles - 1 if is_ragged(call) else False
+    # What the slots have room for is loaded ahead of k and v, whose place the tile before still
+    # has.
+    ahead = jnp.minimum(count, jnp.int32(kernel.stages)) - 1
+
+    def take(number, step: Step):
+        partial = (step.partial | cut).astype(jnp.int32)
+        step = step._replace(partial=jnp.where(partial > 0, compare | 1, jnp.int32(0)))
+        _load_step(kernel, tile, number, done + number, step)
+        pl.when(number == ahead)(lambda: _load_keys(kernel, i, tile))
+
+    pl.when(count == 0)(lambda: _load_keys(kernel, i, tile))
+    for_each_step(kernel, tile, take)
+    return done + count
+
+
+def _load_keys(kernel: Kernel, i, tile: Tile):
+    inputs, bars = kernel.inputs, kernel.bars
+    pl.when(i > 0)(lambda: plgpu.barrier_wait(bars.stored))
     for source, target in ((inputs.k, kernel.keys), (inputs.v, kernel.values)):
         for part in range(kernel.parts):
             rows = pl.ds(tile.kv_start + part * UNIT, UNIT)
             at = _channels(source.at[tile.batch, rows, tile.kv_head], target(part))
             plgpu.copy_gmem_to_smem(at, target(part), bars.keys)
-    cut = tile.block == kernel.plan.tiles - 1 if is_ragged(call) else False
-
-    def take(number, step: Step):
-        _load_step(kernel, tile, number, step._replace(partial=step.partial | cut))
-
-    for_each_step(kernel, tile, take)
 
 
-def _load_step(kernel: Kernel, tile: Tile, number, step: Step):
+def _load_step(kernel: Kernel, tile: Tile, number, running, step: Step):
+    """Loads a tile's `number`-th step, the `running`-th of the thread block."""
     inputs, smem, bars, block_q = kernel.inputs, kernel.smem, kernel.bars, kernel.block_q
-    slot = lax.rem(number, jnp.int32(kernel.stages))
-    used = number >= kernel.stages
+    slot = lax.rem(running, jnp.int32(kernel.stages))
+    used = running >= kernel.stages
     words = {
         Q_START: step.q_block * block_q,
         HEAD: step.head,
-        PARTIAL: step.partial.astype(jnp.int32),
+        PARTIAL: step.partial,
     }
     if kernel.call.deterministic:
         words[TURN] = step.turn
@@ -205,6 +305,32 @@ def _load_step(kernel: Kernel, tile: Tile, number, step: Step):
     plgpu.copy_gmem_to_smem(at, kernel.douts(slot), bars.full.at[slot])
 
 
+def clean(kernel: Kernel) -> None:
+    """Warp 2: zeroes the queries of each slot that are padding."""
+    for_each_tile(kernel, _clean_tile)
+
+
+def _clean_tile(kernel: Kernel, slot):
+    bars, words = kernel.bars, kernel.smem.words
+
+    def step(i, slot):
+        plgpu.barrier_wait(bars.full.at[slot])
+        batch, first = words[kernel.fact(MASK_BATCH)], words[kernel.word(i, Q_START)]
+        when = words[kernel.word(i, PARTIAL)] & words[kernel.fact(Q_DIRTY)]
+        for ref in (kernel.queries(slot), kernel.douts(slot)):
+            masking.clear_rows(
+                ref, kernel.inputs.extra.detail.q_dirty, batch, first, when,
+                call=kernel.call, width=kernel.plan.width, threads=32,
+            )  # fmt: skip
+        plgpu.barrier_arrive(bars.clean.at[slot])
+        return ring.next_slot(slot, kernel.stages)
+
+    following = lax.fori_loop(jnp.int32(0), kernel.steps, step, slot)
+    # Even where there was nothing to do: this tile's words are no longer needed.
+    plgpu.barrier_arrive(bars.stored)
+    return following
+
+
 def _channels(gmem, smem):
     """[rows, channels] of global memory, as wide as what it is copied from or to.
 
@@ -214,20 +340,24 @@ def _channels(gmem, smem):
     if gmem.shape[-1] == width:
         return gmem
     # From a traced 0: a static slice may not reach past the end.
-    return gmem.at[:, pl.ds(lax.axis_index("tile").astype(jnp.int32) * 0, width)]
+    return gmem.at[:, pl.ds(_block() * 0, width)]
 
 
 def store(kernel: Kernel) -> None:
     """Warp 1."""
-    smem, bars = kernel.smem, kernel.bars
-    _, dk_ref, dv_ref = kernel.outs
     if not kernel.plan.direct:
-        plgpu.barrier_arrive(bars.dq_empty)
-    plgpu.barrier_wait(bars.keys)
-    words = smem.words
+        plgpu.barrier_arrive(kernel.bars.dq_empty)
+    for_each_tile(kernel, _store_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _store_tile(kernel: Kernel, slot):
+    """Adds dq of a tile; stores its dk and dv."""
+    bars, words = kernel.bars, kernel.smem.words
+    _, dk_ref, dv_ref = kernel.outs
     batch, kv_head = words[kernel.fact(BATCH)], words[kernel.fact(KV_HEAD)]
     if not kernel.plan.direct:
-        count = words[kernel.fact(COUNT)]
+        count = kernel.steps
 
         def step(i, _):
             _add_dq(kernel, batch, i)
@@ -240,7 +370,9 @@ def store(kernel: Kernel) -> None:
         for source, target in ((kernel.keys(part), dk_ref), (kernel.values(part), dv_ref)):
             at = _channels(target.at[batch, rows, kv_head], source)
             plgpu.copy_smem_to_gmem(source, at)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(bars.stored)
+    return slot
 
 
 def _add_dq(kernel: Kernel, batch, i):
@@ -272,4 +404,4 @@ def _add_dq(kernel: Kernel, batch, i):
             turns.pass_on(kernel, batch, head, start, 0)
 
 
-__all__ = ["load", "store"]
+__all__ = ["clean", "load", "store"]

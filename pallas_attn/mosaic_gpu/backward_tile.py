@@ -16,7 +16,6 @@ from pallas_attn.mosaic_gpu.backward_parts import (
     KV_START,
     MASK_BATCH,
     PARTIAL,
-    Q_DIRTY,
     Q_START,
     Kernel,
     factor_of,
@@ -70,18 +69,22 @@ def _mask(kernel: Kernel, i, x, key):
     if not (kernel.inputs.visits.any_partial or is_ragged(kernel.call)):
         return x
     words, detail = kernel.smem.words, kernel.inputs.extra.detail
-    head = words[kernel.word(i, HEAD)]
-    if kernel.inputs.origin is not None:
-        head = head + words[kernel.fact(HEAD_SHIFT)]
+    head = masking.Word(words, kernel.word(i, HEAD))
+    if kernel.inputs.origin is not None and detail.bits is not None:
+        head = head._replace(plus=words[kernel.fact(HEAD_SHIFT)])
     # Keys are rows here: `detail` is by key.
-    batch, partial = words[kernel.fact(MASK_BATCH)], words[kernel.word(i, PARTIAL)]
-    first_key, first = words[kernel.fact(KV_START)] + key, words[kernel.word(i, Q_START)]
+    batch = masking.Word(words, kernel.fact(MASK_BATCH))
+    first_key = masking.Word(words, kernel.fact(KV_START), key)
+    partial, first = words[kernel.word(i, PARTIAL)], kernel.word(i, Q_START)
+    compare = partial & 2
     # 64 queries at a time: what decides more of them does not fit the registers.
     parts = []
     for column in range(0, x.shape[1], UNIT):
-        place = masking.Place(batch, head, q_start=first_key, kv_start=first + column)
+        place = masking.Place(batch, head, first_key, masking.Word(words, first, column))
         part = x[:, column : column + UNIT]
-        parts.append(masking.mask_tile(part, detail, place, partial, call=kernel.call))
+        parts.append(
+            masking.mask_tile(part, detail, place, partial, call=kernel.call, compare=compare)
+        )
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -104,23 +107,10 @@ def clear_keys(kernel: Kernel, part) -> None:
         clear(ref, dirty, batch, first, words[kernel.fact(KV_DIRTY)])
 
 
-def clear_queries(kernel: Kernel, i, slot):
-    """Zeroes the rows of a step's q and dout that are padding; the interpreter gets flags."""
-    dirty = kernel.inputs.extra.detail.q_dirty
-    if dirty is None or not kernel.inputs.visits.any_partial:
-        return None
-    words, clear = kernel.smem.words, _clear_rows(kernel)
-    batch, first = words[kernel.fact(MASK_BATCH)], words[kernel.word(i, Q_START)]
-    partial = words[kernel.word(i, PARTIAL)] & words[kernel.fact(Q_DIRTY)]
-    for ref in (kernel.queries(slot), kernel.douts(slot)):
-        clear(ref, dirty, batch, first, partial)
-    return clean_queries(kernel, i)
-
-
 def clean_queries(kernel: Kernel, i):
     """Which queries of a step are no padding, for the interpreter; None on a device."""
     dirty = kernel.inputs.extra.detail.q_dirty
-    if dirty is None or not kernel.call.interpret:
+    if not (kernel.plan.cleans and kernel.call.interpret):
         return None
     words = kernel.smem.words
     batch, first = words[kernel.fact(MASK_BATCH)], words[kernel.word(i, Q_START)]
@@ -149,6 +139,6 @@ def only_clean(kernel: Kernel, part, clean_queries, *arrays):
 
 
 __all__ = [
-    "clean_keys", "clean_queries", "clear_keys", "clear_queries", "only_clean", "probabilities",
+    "clean_keys", "clean_queries", "clear_keys", "only_clean", "probabilities",
     "row_start", "start",
 ]  # fmt: skip

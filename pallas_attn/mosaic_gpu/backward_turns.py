@@ -1,9 +1,10 @@
 """How tiles of the deterministic backward take turns at a block of dq.
 
 Each knows how many add to the block before it, and waits until so many have. A tile waits only for
-tiles launched earlier, so that it never waits for one that has not begun. What it knows that from
-grows with the length where tiles that see a block are neighbours, as they are for masks that are
-one interval a row; for others a quarter of a byte for each pair of blocks is kept.
+tiles of lower number, and each thread block takes its own in rising order: of those not done the
+lowest can always go on, since all thread blocks are on the card at once. What a tile knows its
+turn from grows with the length where tiles that see a block are neighbours, as they are for masks
+that are one interval a row; for others a quarter of a byte for each pair of blocks is kept.
 """
 
 import jax.numpy as jnp
@@ -119,8 +120,9 @@ def pass_on(kernel: Kernel, batch, head, q_start, half) -> None:
     def emit(_, counter):
         machine = Emitter()
         if kernel.plan.direct:
-            # Additions of all threads of the warpgroup come before the signal of the first.
-            _assembly([], "fence.acq_rel.gpu;", "")
+            # Additions of all threads of the warpgroup, and those by TMA that they waited for, come
+            # before the signal of the first.
+            _assembly([], "fence.proxy.async; fence.acq_rel.gpu;", "")
             machine.sync()
             first = machine.thread()
         else:

@@ -23,6 +23,8 @@ from pallas_attn import gpu as gpus
 from pallas_attn.call import Call
 
 UNIT = 64
+# Channels of a block in shared memory: 128 bytes of 16-bit numbers, what swizzling turns in.
+CHUNK = 64
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -52,7 +54,7 @@ class Inputs(NamedTuple):
 
 def padded(dim: int) -> int:
     """Channels of a tile in shared memory: whole 128-byte rows of 16-bit numbers."""
-    return -(-dim // 64) * 64
+    return -(-dim // CHUNK) * CHUNK
 
 
 def for_tma(x):
@@ -115,14 +117,17 @@ def fresh(x, call: Call):
 
     @plgpu.inline_mgpu(arg_types=(scalar,), return_type=out)
     def emit(_, x):
-        (register,) = x.registers.flat
-        i32 = ir.IntegerType.get_signless(32)
-        copy: Any = llvm.inline_asm(
-            i32, [register], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
-        )
-        return fragmented_array.FragmentedArray.splat(copy, (), is_signed=True)
+        return scalar_from_assembly(list(x.registers.flat), "mov.b32 $0, $1;", "=r,r")
 
     return emit(x)
+
+
+def scalar_from_assembly(operands, text: str, constraints: str):
+    """An int32 that an instruction makes, inside `inline_mgpu`."""
+    made: Any = llvm.inline_asm(
+        ir.IntegerType.get_signless(32), operands, text, constraints, has_side_effects=True
+    )
+    return fragmented_array.FragmentedArray.splat(made, (), is_signed=True)
 
 
 def element(register, index: int):
@@ -274,12 +279,12 @@ def compiler_params():
     )
 
 
-def launch(body, inputs: Inputs, *, name: str, outs, scratch, blocks: int, threads: int):
+def launch(body, inputs, *, name: str, outs, scratch, blocks: int, threads: int):
     """Runs a persistent kernel.
 
     Args:
-        body: takes Inputs of references, the outputs' references, then the scratch trees.
-        inputs: operands.
+        body: takes the inputs as references, the outputs' references, then the scratch trees.
+        inputs: operands, `Inputs` or another tree that has a `q`.
         name: shown by profilers and compiler reports.
         outs: (shape, dtype) of each output.
         scratch: trees of shared memory and barriers.

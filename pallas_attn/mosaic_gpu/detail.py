@@ -183,7 +183,7 @@ def _spans_and_document(mask: Mask):
     return None if span is None else ([mask], None)
 
 
-def _open_start(mask: Mask) -> bool:
+def open_start(mask: Mask) -> bool:
     """Whether a row's interval is known to start at key 0, also where it is a traced number."""
     if isinstance(mask, masks.SlidingWindow):
         return mask.left is None
@@ -208,7 +208,7 @@ def _span(spans: list[Mask], grid: TileGrid):
     for mask in spans:
         span = mask.row_span(at)
         assert span is not None
-        if not _open_start(mask):
+        if not open_start(mask):
             lo = span[0] if lo is None else largest(lo, span[0])
         if not _open_end(mask):
             hi = span[1] if hi is None else smallest(hi, span[1])

@@ -5,6 +5,7 @@ Code is written once against a `machine` that has these few operations on int32 
     machine.thread()                    this thread's number in its warpgroup, 0 .. 127
     machine.pointer(ref, *index)        where an element of an array lies
     machine.load(pointer, at, count)    `count` neighbouring elements, `at` elements further on
+    machine.store(pointer, words, flag) writes 32-bit words to device memory where flag is not 0
     machine.row_size(ref)               elements from one entry of the last axis but one to the next
     machine.ones_from(n)                the bits from n up, none from 32 on
     machine.clamp(x, low, high)         x within two Python ints
@@ -115,8 +116,16 @@ class Emitter:
         tid = llvm.inline_asm(_int32(), [], text, "=r", has_side_effects=True)
         return Value(tid)
 
-    def sync(self) -> None:
-        """Waits for the warpgroup's other threads, at the hardware barrier that Mosaic uses."""
+    def sync(self, threads: int = 128) -> None:
+        """Waits for the warpgroup's other threads, at the hardware barrier that Mosaic uses.
+
+        Args:
+            threads: 128, or 32 to wait for the warp's only.
+        """
+        if threads == 32:
+            void = ir.Type.parse("!llvm.void")
+            llvm.inline_asm(void, [], "bar.warp.sync -1;", "~{memory}", has_side_effects=True)
+            return
         barrier = (self._thread_of_block() >> 7) + 1
         text = "bar.sync $0, 128;"
         void = ir.Type.parse("!llvm.void")
@@ -136,18 +145,19 @@ class Emitter:
         """Address of an element; 64-bit, since arrays of bits may be longer than int32 counts.
 
         Args:
-            ref: a reference to int32 in device memory.
+            ref: a reference to device memory.
             index: one int or `Value` for each axis.
         """
         long = ir.IntegerType.get_signless(64)
-        strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        kind = ir.MemRefType(ref.type)
+        strides, _ = kind.get_strides_and_offset()
         address = mgpu_utils.memref_ptr(ref)
         for i, stride in zip(index, strides, strict=True):
             if isinstance(i, int) and i == 0:
                 continue
             step = arith.constant(long, ir.IntegerAttr.get(long, stride))
             offset = arith.muli(arith.extsi(long, value(i).ir_value), step)
-            address = mgpu_utils.getelementptr(address, [offset], _int32())
+            address = mgpu_utils.getelementptr(address, [offset], kind.element_type)
         return address
 
     def load(self, pointer, at: int = 0, count: int = 1) -> list[Value]:
@@ -172,6 +182,28 @@ class Emitter:
             return [Value(got)]
         assert isinstance(got, ir.Value)
         return [Value(llvm.extractvalue(_int32(), got, [n])) for n in range(count)]
+
+    def load_shared(self, ref, index: Value) -> Value:
+        """Reads an int32 of shared memory."""
+        address = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [index.ir_value], _int32())
+        pointer = llvm.ptrtoint(_int32(), address)
+        text = "ld.shared.b32 $0, [$1];"
+        return Value(llvm.inline_asm(_int32(), [pointer], text, "=r,r", has_side_effects=True))
+
+    def store(self, pointer, words: dict, flag: Value) -> None:
+        """Where `flag` is not 0, writes words to device memory; in one piece, as `store_zeros`.
+
+        Args:
+            pointer: from `pointer`.
+            words: 32-bit register by its distance in bytes, a Python int.
+            flag: one a thread.
+        """
+        void = ir.Type.parse("!llvm.void")
+        lines = [f"@p st.global.b32 [$1 + {at}], ${n};" for n, at in enumerate(words, start=2)]
+        text = " ".join(["{ .reg .pred p; setp.ne.b32 p, $0, 0;", *lines, "}"])
+        args = [flag.ir_value, pointer, *words.values()]
+        kinds = ",".join(["r", "l", *"r" * len(words)])
+        llvm.inline_asm(void, args, text, kinds, has_side_effects=True)
 
     def ones_from(self, n: Value) -> Value:
         """The bits from n up; none from 32 on."""

@@ -7,6 +7,8 @@ this is kept in registers between blocks: all of it, loads too, stands behind a 
 fully visible blocks do not take.
 """
 
+import dataclasses
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -19,15 +21,30 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.call import Call
-from pallas_attn.mosaic_gpu.common import TILE
+from pallas_attn.mosaic_gpu.common import CHUNK, TILE
 from pallas_attn.mosaic_gpu.detail import Detail
 from pallas_attn.mosaic_gpu.lanes import Emitter, first_column, first_row
 
 SCALAR = plgpu.Layout.WG_SPLAT
 
 
+class Word(NamedTuple):
+    """An int32 in shared memory, plus a scalar: read where it is used, held in no register before.
+
+    ref: int32 [n]; index, plus: int32 scalars.
+    """
+
+    ref: Any
+    index: Any
+    plus: Any = 0
+
+    def read(self):
+        """The number."""
+        return self.ref[self.index] + self.plus
+
+
 class Place(NamedTuple):
-    """Where a tile lies: int32 scalars; batch and head count absolutely."""
+    """Where a tile lies: int32 scalars, or `Word`s; batch and head count absolutely."""
 
     batch: Any
     head: Any
@@ -35,7 +52,7 @@ class Place(NamedTuple):
     kv_start: Any
 
 
-def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call):
+def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=None):
     """-inf where a pair is not visible.
 
     Args:
@@ -45,41 +62,55 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call):
         place: where the tile begins.
         partial: scalar; where it is false nothing happens.
         call: static facts.
+        compare: scalar; where it is true ids are compared, too, in a branch of their own, which
+            takes fewer registers than one inside the other. None: as `detail.unsorted` says.
     """
     names, refs = _needed(detail)
     if not names:
         return s
     if call.interpret:
         chosen = Detail(**dict(zip(names, refs, strict=True)))
+        place = Place(*(x.read() if isinstance(x, Word) else x for x in place))
         return lax.cond(
             jnp.asarray(partial).astype(bool),
             lambda: jnp.where(_visible(chosen, place, s.shape), s, -jnp.inf),
             lambda: s,
         )
-    refs_type = tuple(plgpu.RefType() for _ in refs)
     out = plgpu.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float32), layout=TILE)
+    fields = _fields(place, detail, refs)
+    words = [x.ref for x in fields if x is not None and x.ref is not None]
+    scalars = [partial, 0 if compare is None else compare]
+    scalars += [y for x in fields if x is not None for y in (x.index, x.plus)]
+    refs_type = (plgpu.RefType(),) * (len(refs) + len(words))
+    scalar_types = (SCALAR,) * len(scalars)
 
-    @plgpu.inline_mgpu(arg_types=(TILE, (SCALAR,) * 5, refs_type), return_type=out)
-    def emit(_, tile, scalars, refs):
+    @plgpu.inline_mgpu(arg_types=(TILE, scalar_types, refs_type), return_type=out)
+    def emit(_, tile, scalars, all_refs):
         machine = Emitter()
-        condition, *scalars = (x.registers.flat[0] for x in scalars)
+        condition, comparing, *rest = (x.registers.flat[0] for x in scalars)
+        arrays = Detail(**dict(zip(names, all_refs[: len(names)], strict=True)))
 
-        def change(registers):
-            at = Place(*(machine.fresh(x) for x in scalars))
-            arrays = Detail(**dict(zip(names, refs, strict=True)))
+        def field(word, words, numbers):
+            index, plus = (machine.fresh(next(numbers)) for _ in range(2))
+            return (index if word.ref is None else machine.load_shared(next(words), index)) + plus
+
+        def change(registers, arrays=arrays):
+            left = iter(all_refs[len(names) :]), iter(rest)
+            at = Place(*(0 if x is None else field(x, *left) for x in fields))
             return _apply(machine, registers, arrays, at, s.shape[1])
 
         registers = list(tile.registers.flat)
         assert len(registers) == s.shape[1] // 4, "two neighbouring columns a register"
-        registers = machine.when(machine.differs(condition, 0), registers, change)
+        for flag, part in _branches(arrays, condition, comparing, apart=compare is not None):
+            decide = functools.partial(change, arrays=part)
+            registers = machine.when(machine.differs(flag, 0), registers, decide)
         out = np.empty(len(registers), dtype=object)
         out[:] = registers
         return fragmented_array.FragmentedArray(
             _registers=out.reshape(tile.registers.shape), _layout=tile.layout, _is_signed=None
         )
 
-    scalars = tuple(jnp.asarray(x, jnp.int32) for x in (partial, *place))
-    return emit(s, scalars, tuple(refs))
+    return emit(s, tuple(jnp.asarray(x, jnp.int32) for x in scalars), (*refs, *words))
 
 
 def _needed(detail: Detail):
@@ -89,6 +120,28 @@ def _needed(detail: Detail):
         names = ["bits"]
     names = [n for n in names if getattr(detail, n) is not None]
     return names, [getattr(detail, n) for n in names]
+
+
+def _branches(detail: Detail, partial, compare, *, apart: bool):
+    """(condition, what it decides by) of the branches that a tile takes one after the other."""
+    if not apart or detail.unsorted is None:
+        return [(partial, detail)]
+    spans = dataclasses.replace(detail, q_ids=None, kv_ids=None, unsorted=None)
+    return [
+        (partial, spans),
+        (compare, dataclasses.replace(detail, lo=None, hi=None, unsorted=None)),
+    ]
+
+
+def _fields(place: Place, detail: Detail, refs) -> list[Word | None]:
+    """The fields of `Place` as words, a scalar as the index of one without a reference.
+
+    None for what is not looked at: it would take a register for nothing.
+    """
+    heads = detail.bits is not None and detail.bits.shape[1] > 1
+    needs = any(ref.shape[0] > 1 for ref in refs), heads, True, True
+    words = [x if isinstance(x, Word) else Word(None, x) for x in place]
+    return [word if needed else None for word, needed in zip(words, needs, strict=True)]
 
 
 # The plain branch.
@@ -143,8 +196,6 @@ def _apply(machine, registers, detail: Detail, at: Place, columns: int):
 
 def _when_unsorted(machine, detail: Detail, at: Place, values, change):
     """`change(values)` where ids are to be compared."""
-    if detail.unsorted is None:
-        return values
     pointer = machine.pointer(detail.unsorted, _lead_of(detail.unsorted, at.batch))
     (unsorted,) = machine.load(pointer)
     return machine.when(unsorted > 0, values, change)
@@ -185,9 +236,14 @@ def _apply_spans(machine, registers, detail: Detail, at: Place, first):
     chunks = -(-len(registers) // 32)
     words = _span_words(machine, detail, at, first, chunks)
     groups = len(registers) // 2
-    words = _when_unsorted(
-        machine, detail, at, words, lambda w: _same_ids(machine, w, detail, at, first, groups)
-    )
+
+    def compared(words):
+        return _same_ids(machine, words, detail, at, first, groups)
+
+    if detail.unsorted is not None:
+        words = _when_unsorted(machine, detail, at, words, compared)
+    elif detail.q_ids is not None:
+        words = compared(words)
 
     def seen(group, half, e):
         return machine.bit(words[half * chunks + group // 16], 2 * (group % 16) + e)
@@ -211,7 +267,7 @@ def _span_words(machine, detail: Detail, at: Place, first, chunks: int):
             part = machine.ones_from(((x >> 2) & 62) + machine.clamp(x & 7, 0, 2))
             part = part ^ -1 if is_end else part
             word = part if word is None else word & part
-        words.append(word)
+        words.append(machine.ones_from(at.q_start & 0) if word is None else word)
     return words
 
 
@@ -238,7 +294,9 @@ def _pairs(machine, ref, batch, start, groups: int):
 # Padding in shared memory.
 
 
-def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call, width: int = 64) -> None:
+def clear_rows(
+    ref, dirty_ref, batch, start, when, *, call: Call, width: int = 64, threads: int = 128
+) -> None:
     """Zeroes the rows of a tile in shared memory that are padding, before wgmma reads it.
 
     Every warpgroup that reads the tile does this for itself: writing the same zeros several times
@@ -253,34 +311,82 @@ def clear_rows(ref, dirty_ref, batch, start, when, *, call: Call, width: int = 6
         when: scalar; where it is false nothing happens.
         call: static facts.
         width: of the blocks.
+        threads: 128, or 32 where one warp does it.
     """
     if call.interpret:
         return
-    (rows, dim), line_bytes = ref.shape, 2 * width
-    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(line_bytes)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), (SCALAR,) * 3))
+    @plgpu.inline_mgpu(arg_types=(_tile_type(width), plgpu.RefType(), (SCALAR,) * 3))
     def emit(_, tile, dirty, scalars):
         machine = Emitter()
         condition, *scalars = (x.registers.flat[0] for x in scalars)
         with mgpu_utils.when(machine.differs(condition, 0).ir_value):
             batch, start = (machine.fresh(x) for x in scalars)
-            thread = machine.thread()
-            for first in range(0, rows, 128):
-                row = thread + first
-                if rows - first < 128:
-                    row = machine.clamp(row, 0, rows - 1)
+
+            def flag_of(row):
                 pointer = machine.pointer(dirty, _lead_of(dirty, batch), start + row)
-                (flag,) = machine.load(pointer)
-                # Blocks one after the other, of 8 rows each. The last row is cleared by several
-                # threads, if there are too many.
-                line = (row >> 3) * (16 * dim) + (row & 7) * line_bytes
-                lines = [line + chunk * (8 * line_bytes) for chunk in range(dim // width)]
-                machine.store_zeros(tile, lines, line_bytes, flag)
-            machine.fence()
-            machine.sync()
+                return machine.load(pointer)[0]
+
+            _zero_rows(machine, tile, ref.shape, width, flag_of, threads)
 
     emit(ref, dirty_ref, tuple(jnp.asarray(x, jnp.int32) for x in (when, batch, start)))
+
+
+def clear_rows_from(ref, end, start, when, *, call: Call) -> None:
+    """`clear_rows` of the rows from `end` on; the tile's first is `start`."""
+    if call.interpret:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_tile_type(CHUNK), (SCALAR,) * 3))
+    def emit(_, tile, scalars):
+        machine = Emitter()
+        condition, *scalars = (x.registers.flat[0] for x in scalars)
+        with mgpu_utils.when(machine.differs(condition, 0).ir_value):
+            end, start = (machine.fresh(x) for x in scalars)
+            _zero_rows(
+                machine, tile, ref.shape, CHUNK, lambda row: machine.word([end <= start + row])
+            )
+
+    emit(ref, tuple(jnp.asarray(x, jnp.int32) for x in (when, end, start)))
+
+
+def _tile_type(width: int):
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+    return plgpu.RefType(transforms)
+
+
+def _zero_rows(machine, tile, shape, width: int, flag_of, threads: int = 128) -> None:
+    """Zeroes the rows whose `flag_of` is not 0, and waits for the threads that do it."""
+    (rows, dim), line_bytes = shape, 2 * width
+    thread = machine.thread() & (threads - 1)
+    for first in range(0, rows, threads):
+        row = thread + first
+        if rows - first < threads:
+            row = machine.clamp(row, 0, rows - 1)
+        flag = flag_of(row)
+        # Blocks one after the other, of 8 rows each. The last row is cleared by several threads,
+        # if there are too many.
+        line = (row >> 3) * (16 * dim) + (row & 7) * line_bytes
+        lines = [line + chunk * (8 * line_bytes) for chunk in range(dim // width)]
+        machine.store_zeros(tile, lines, line_bytes, flag)
+    machine.fence()
+    machine.sync(threads)
+
+
+def rows_before(end, start, rows: int, call: Call):
+    """What a product of the interpreter is told in place of `clear_rows_from`.
+
+    Args:
+        end, start: as there.
+        rows: of the tile.
+        call: static facts.
+
+    Returns:
+        bool [rows], False from `end` on; None on a device.
+    """
+    if not call.interpret:
+        return None
+    return start + lax.iota(jnp.int32, rows) < end
 
 
 def clean_rows_flags(dirty_ref, batch, start, rows: int, call: Call):
@@ -299,4 +405,12 @@ def clean_rows_flags(dirty_ref, batch, start, rows: int, call: Call):
     return dirty_ref[_lead(dirty_ref, batch), pl.ds(start, rows)] == 0
 
 
-__all__ = ["Place", "clean_rows_flags", "clear_rows", "mask_tile"]
+__all__ = [
+    "Place",
+    "Word",
+    "clean_rows_flags",
+    "clear_rows",
+    "clear_rows_from",
+    "mask_tile",
+    "rows_before",
+]

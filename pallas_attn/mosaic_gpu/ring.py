@@ -5,6 +5,7 @@ full barrier; each consumer waits until it is full, reads, and arrives at its em
 waits and arrivals on these barriers are here, by name.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,10 +21,10 @@ class Slots(NamedTuple):
     empty: Any
 
 
-def barriers(slots: int, readers: int):
-    """(full, empty) barriers: a load completes the first, `readers` arrivals the second."""
+def barriers(slots: int, readers: int, loads: int = 1):
+    """(full, empty) barriers: `loads` loads complete the first, `readers` arrivals the second."""
     return (
-        plgpu.Barrier(num_barriers=slots),
+        plgpu.Barrier(num_arrivals=loads, num_barriers=slots),
         plgpu.Barrier(num_arrivals=readers, num_barriers=slots),
     )
 
@@ -41,12 +42,23 @@ def load(slots: Slots, slot, source, *, used) -> None:
     Args:
         slots: where to.
         slot: which.
-        source: a slice of global memory.
+        source: a slice of global memory, or an iterator over as many as the full barrier counts
+            loads: the slot's rows, piece by piece.
         used: whether the slot held anything before, bool scalar; None when that was waited for.
     """
     if used is not None:
         pl.when(used)(lambda: wait_empty(slots, slot))
-    plgpu.copy_gmem_to_smem(source, slots.data.at[slot], slots.full.at[slot])
+    if not isinstance(source, Iterator):
+        start(source, slots, slot, slots.data.at[slot])
+        return
+    for i, piece in enumerate(source):
+        rows = piece.shape[0]
+        start(piece, slots, slot, slots.data.at[slot, pl.ds(i * rows, rows)])
+
+
+def start(source, slots: Slots, slot, place) -> None:
+    """Producer: starts a load to a place in shared memory, which counts for the slot."""
+    plgpu.copy_gmem_to_smem(source, place, slots.full.at[slot])
 
 
 def wait_empty(slots: Slots, slot) -> None:

@@ -25,15 +25,57 @@ L2_BYTES = 40 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The static schedule of a forward call.
+class Team:
+    """The warpgroups of a thread block and what they keep where.
 
     Attributes:
         num_wgs: consumer warpgroups, each with 64 rows of a tile.
         overlap: whether a consumer's softmax runs under its own p·v.
-        stage_out: whether out has shared memory of its own; otherwise it takes q's.
+        stage_out: whether out leaves q's memory alone, so that q may be loaded ahead.
         registers: a thread's, of consumers and producer.
         turns: whether consumers take turns at the tensor cores.
+        interpret: whether the interpreter runs it, which knows no named barriers.
+        q_chunks: pieces of `common.CHUNK` channels that lie apart in q's slots; 0 for whole rows.
+        ends: whether keys from `Work.dirty` on are padding; otherwise `Detail.kv_dirty` says it.
+    """
+
+    num_wgs: int
+    overlap: bool
+    stage_out: bool
+    registers: tuple[int, int]
+    turns: bool
+    interpret: bool
+    q_chunks: int
+    ends: bool
+
+
+def team(wgs: int, spec: Spec, *, stage_out: bool, interpret: bool, ragged: bool = False) -> dict:
+    """The fields of `Team`.
+
+    Args:
+        wgs: consumer warpgroups.
+        spec: what is computed.
+        stage_out, interpret: as there.
+        ragged: whether rows of q start anywhere, and each sequence's keys end somewhere.
+    """
+    wide = max(common.padded(spec.head_dim), common.padded(spec.v_dim))
+    return {
+        "num_wgs": wgs,
+        "overlap": wide != 128 or wgs != 3,
+        "stage_out": stage_out,
+        "registers": (160, 32) if wgs == 3 else (240, 24),
+        "turns": wgs > 1,
+        "interpret": interpret,
+        "q_chunks": common.padded(spec.head_dim) // common.CHUNK if ragged else 0,
+        "ends": ragged,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Team):
+    """The static schedule of a forward call.
+
+    Attributes:
         units: units of 64 rows of a head.
         packed: query heads of one KV head that share tiles; 1 for one head a tile.
         tiles: tiles of a stream: of a query head, or of a KV head when packed.
@@ -42,14 +84,8 @@ class Plan:
         streams: all streams of the call.
         together: streams whose tiles are taken alternately.
         blocks: thread blocks.
-        interpret: whether the interpreter runs it, which knows no named barriers.
     """
 
-    num_wgs: int
-    overlap: bool
-    stage_out: bool
-    registers: tuple[int, int]
-    turns: bool
     units: int
     packed: int
     tiles: int
@@ -58,7 +94,6 @@ class Plan:
     streams: int
     together: int
     blocks: int
-    interpret: bool
 
 
 def plan(call: Call, inputs: Inputs) -> Plan:
@@ -77,13 +112,8 @@ def plan(call: Call, inputs: Inputs) -> Plan:
     if inputs.extra.rank is not None:
         # One falling sequence of costs: dealt out forth and back it loads all thread blocks alike.
         together = streams
-    wide = max(common.padded(spec.head_dim), common.padded(spec.v_dim))
     return Plan(
-        num_wgs=wgs,
-        overlap=wide != 128 or wgs != 3,
-        stage_out=stages_out(spec),
-        registers=(160, 32) if wgs == 3 else (240, 24),
-        turns=wgs > 1,
+        **team(wgs, spec, stage_out=stages_out(spec), interpret=call.interpret),
         units=units,
         packed=packed,
         tiles=count,
@@ -92,7 +122,6 @@ def plan(call: Call, inputs: Inputs) -> Plan:
         streams=streams,
         together=together,
         blocks=common.num_blocks_at_once(count * streams, call),
-        interpret=call.interpret,
     )
 
 
@@ -147,6 +176,7 @@ class Work:
     q_start: the first row; batch, head: where it lies here; mask_batch, mask_head: where masks
     count it; exists: 0 for rows that the first tile is short of; tile: its index in its stream;
     turn_first, turn_last: see `_turns`; dirty: whether the sequence has keys that are padding.
+    In serving, `exists` says how many rows there are, and `dirty` where the sequence's keys end.
     """
 
     def __init__(self, fields, index, visits: Visits):
@@ -214,12 +244,25 @@ def order(plan: Plan):
     """
     if plan.cost is None:
         return None
-    return _balanced(plan.cost, plan.streams, plan.together, plan.blocks)
+    return balanced(plan.cost, plan.streams, plan.together, plan.blocks)
 
 
 @functools.lru_cache(maxsize=64)
-def _balanced(cost: tuple[int, ...], streams: int, together: int, blocks: int) -> np.ndarray:
-    """Tiles longest first, each to the thread block that has least to do so far."""
+def balanced(
+    cost: tuple[int, ...], streams: int, together: int, blocks: int, extra: int = 1
+) -> np.ndarray:
+    """Tiles longest first, each to the thread block that has least to do so far.
+
+    Args:
+        cost: of each tile of a stream, in blocks.
+        streams: how many.
+        together: streams whose tiles are taken alternately.
+        blocks: thread blocks.
+        extra: what it costs to begin and end a tile.
+
+    Returns:
+        as `order`.
+    """
     ranked = sorted(range(len(cost)), key=lambda i: -cost[i])
     taken: list[list[int]] = [[] for _ in range(blocks)]
     load = [(0, i) for i in range(blocks)]
@@ -228,8 +271,7 @@ def _balanced(cost: tuple[int, ...], streams: int, together: int, blocks: int) -
             for stream in range(turn, turn + together):
                 busy, block = load[0]
                 taken[block].append(stream * len(cost) + tile)
-                # A tile costs about as much as one more block of keys to begin and end.
-                heapq.heapreplace(load, (busy + cost[tile] + 1, block))
+                heapq.heapreplace(load, (busy + cost[tile] + extra, block))
     table = np.zeros((1 + max(map(len, taken)), blocks), np.int32)
     for block, tiles in enumerate(taken):
         table[0, block] = len(tiles)
@@ -243,12 +285,17 @@ def tiles_of_block(plan: Plan, inputs: Inputs, block):
         return inputs.order[0, block]
     total = plan.tiles * plan.streams
     rounds = -(-total // plan.blocks)
-    last = _number(plan, jnp.int32(rounds - 1), block)
+    last = number(plan, jnp.int32(rounds - 1), block)
     return jnp.int32(rounds) - jnp.where(last < total, jnp.int32(0), jnp.int32(1))
 
 
-def _number(plan: Plan, i, block):
-    """The i-th tile of a thread block: round by round, every other round backwards."""
+def number(plan: Any, i, block):
+    """The i-th tile of a thread block: round by round, every other round backwards.
+
+    Args:
+        plan: has `blocks`, the number of thread blocks.
+        i, block: int32 scalars.
+    """
     forth = (i & jnp.int32(1)) == 0
     return i * plan.blocks + jnp.where(forth, block, jnp.int32(plan.blocks - 1) - block)
 
@@ -259,9 +306,9 @@ def tile_at(plan: Plan, inputs: Inputs, i, block) -> Tile:
     if inputs.order is not None:
         stream, index = _div_rem(inputs.order[i + 1, block], plan.tiles)
     elif rank is None:
-        stream, index = _div_rem(_number(plan, i, block), plan.tiles)
+        stream, index = _div_rem(number(plan, i, block), plan.tiles)
     else:
-        turn, rest = _div_rem(_number(plan, i, block), plan.tiles * plan.together)
+        turn, rest = _div_rem(number(plan, i, block), plan.tiles * plan.together)
         place, member = _div_rem(rest, plan.together)
         stream, index = turn * plan.together + member, place
     batch, head = _div_rem(stream, inputs.k.shape[2] if plan.packed > 1 else inputs.q.shape[2])
@@ -372,7 +419,7 @@ def channels(dim: int):
 
 
 # Mosaic takes the first hardware barriers, one a warpgroup and one for all.
-def _turn_barrier(plan: Plan, wg):
+def _turn_barrier(plan: Team, wg):
     return wg + (plan.num_wgs + 2)
 
 

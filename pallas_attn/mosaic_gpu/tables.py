@@ -37,9 +37,9 @@ class Extra:
     Attributes:
         detail: what decides single pairs, see `detail`; for the backward by key.
         rank: int32 [batch or 1, tiles of a head]: tiles, longest first, of masks that have arrays;
-            else None. Of the backward also of others, unless they are in order as they stand.
-        cost: blocks that each forward tile streams, of masks without arrays; None when all stream
-            equally many.
+            else None.
+        cost: blocks that each tile streams, of masks without arrays; None when all stream equally
+            many.
         backward: the backward's; None in itself.
     """
 
@@ -66,7 +66,7 @@ def build(mask: Mask, tiles: Tiles, spec: Spec) -> BlockTable:
     dkv = block_table.column_visits(mask, grid(**blocks))
     detail = detail_of(mask, spec, block_q=rows, block_kv=tiles.fwd.block_kv)
     rank, cost = order_of(streamed(fwd, tiles.fwd))
-    backward = Extra(detail_by_key(mask, spec, **blocks), backward_rank(dkv))
+    backward = Extra(detail_by_key(mask, spec, **blocks), *order_of(streamed_by_key(dkv)))
     extra = Extra(detail, rank, cost, backward)
     # One kernel makes all gradients: the blocks that dq is summed over are those of dk and dv.
     return BlockTable(
@@ -110,16 +110,9 @@ def order_of(cost):
     return jnp.argsort(-total, axis=-1).astype(jnp.int32), None
 
 
-def backward_rank(visits: Visits):
-    """`Extra.rank` of the backward: blocks of keys, those that most blocks of queries see first."""
+def streamed_by_key(visits: Visits):
+    """Blocks of queries that each tile of the backward streams, as `streamed`."""
     if visits.form == "list":
-        cost = visits.counts.sum(-1)
-    else:
-        cost = visits.table[..., 3] - visits.table[..., 0]
-        if visits.form == "loose":
-            cost = cost - visits.table[..., 4]
-    total = cost.sum(1).astype(np.int32)
-    if isinstance(total, np.ndarray):
-        order = np.argsort(-total, axis=-1, kind="stable").astype(np.int32)
-        return None if (np.diff(order) == 1).all() else order
-    return jnp.argsort(-total, axis=-1).astype(jnp.int32)
+        return visits.counts.sum(-1)
+    cost = visits.table[..., 3] - visits.table[..., 0]
+    return cost - visits.table[..., 4] if visits.form == "loose" else cost

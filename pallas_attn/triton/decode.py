@@ -32,7 +32,7 @@ from pallas_attn import _compat, tile_math, work
 from pallas_attn.decode_call import DecodeCall, DecodeInputs, DecodeSpec, DecodeTiles
 from pallas_attn.mask_core import FAR, Position
 from pallas_attn.spec import KERNEL_DTYPES
-from pallas_attn.tiles import padded_dim
+from pallas_attn.tiles import is_power_of_two, padded_dim
 from pallas_attn.triton import common
 from pallas_attn.triton.merge import merge
 
@@ -119,6 +119,8 @@ def smem_bytes(tiles: DecodeTiles, spec: DecodeSpec) -> int:
 def run(call: DecodeCall, inputs: DecodeInputs):
     """Out and lse; see `decode_call.attend`."""
     spec, tiles = call.spec, call.tiles
+    if not (is_power_of_two(tiles.block_rows) and is_power_of_two(tiles.num_warps)):
+        raise ValueError(f"tiles: got {tiles}, expected powers of two")
     out_shapes = [
         ((spec.tokens, spec.q_heads, spec.v_dim), inputs.q.dtype),
         ((spec.tokens, spec.q_heads), jnp.float32),
