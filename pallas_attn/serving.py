@@ -228,7 +228,7 @@ def page_subset_attention(
     options: dict[str, Any] = {
         "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "return_lse": True, "backend": backend
     }  # fmt: skip
-    form = form or _choose_form(rows)
+    form = form or _choose_form(rows, k_pages, v_pages, table, options)
     if form == "fused":
         out, lse = paged_attention(rows, k_pages, v_pages, table, lens, **options)
     else:
@@ -263,9 +263,24 @@ def gather_pages(pages, page_table, kv_lens):
     return jnp.where(inside[..., None, None], dense, jnp.zeros_like(dense))
 
 
-def _choose_form(rows) -> str:
-    """The faster form: few queries a block do not pay for copying the pages first."""
-    return "fused" if rows.shape[1] * rows.shape[2] <= 4096 else "two_stage"
+def _choose_form(rows, k_pages, v_pages, table, options: dict) -> str:
+    """The faster form.
+
+    Few queries a block do not pay for copying the pages first; nor do many on Hopper, where one
+    kernel family does both. Elsewhere `mha` is the faster at many.
+    """
+    if rows.shape[1] * rows.shape[2] <= 4096:
+        return "fused"
+    cache, pages = (
+        {"k_pages": k_pages, "v_pages": v_pages},
+        (k_pages.shape[1], table.shape[1], True),
+    )
+    flat = rows.reshape(-1, *rows.shape[2:])
+    given = dict.fromkeys(("scale", "soft_cap", "sinks", "num_splits")) | options
+    spec = _spec(flat, rows.shape[1], cache, rows.shape[0], pages, None, given)
+    hopper = options["backend"] in (None, "mosaic_gpu")
+    hopper = hopper and decode_call.reason("mosaic_gpu", spec, as_mask(None), gpus.detect()) is None
+    return "fused" if hopper else "two_stage"
 
 
 def _attend(spec: DecodeSpec, inputs: DecodeInputs, backend, tiles):

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_truth import SERVING, Serving, assert_right, attend, make, sizes, truth
+from serving_truth import GENERAL, Serving, assert_right, attend, make, sizes, truth
 
 import pallas_attn as pa
-from pallas_attn import combine, decode_call, testing, work
+from pallas_attn import combine, decode_call, gpu, serving, testing, work
 
 BASE = Serving()
 RAGGED = Serving(lens=(5, 0, 70, 33, 40), q_lens=(5, 0, 19, 1, 2), padding=3)
 
 
-@pytest.fixture(params=SERVING)
+@pytest.fixture(params=GENERAL)
 def backend(request):
     with testing.running(request.param):
         yield request.param
@@ -197,6 +197,24 @@ def test_no_derivative_by_a_clear_error(backend):
 
     with pytest.raises(NotImplementedError, match="no derivatives"):
         jax.grad(loss)(jnp.ones((1, 4, 16)))
+
+
+@pytest.mark.parametrize(
+    ("target", "block", "page_size", "form"),
+    [
+        ("h200", 256, 16, "fused"),
+        ("h200", 256, 1, "two_stage"),
+        ("h200", 16, 1, "fused"),
+        ("a100", 256, 16, "two_stage"),
+    ],
+)
+def test_the_form_is_what_was_measured_as_the_faster(target, block, page_size, form):
+    """Of 32 heads: fused for few queries a block, and for many where Hopper's kernel takes them."""
+    pool, lists = jnp.ones((64, page_size, 8, 128), jnp.bfloat16), jnp.ones((2, 4), jnp.int32)
+    rows = jnp.ones((2, block, 32, 128), jnp.bfloat16)
+    with gpu.target(target):
+        chosen = serving._choose_form(rows, pool, pool, lists, {"backend": None})
+    assert chosen == form
 
 
 @pytest.mark.parametrize("form", ["fused", "two_stage", None])
