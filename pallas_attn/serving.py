@@ -90,16 +90,7 @@ def paged_attention(
     if len(page_table.shape) != 2:
         raise ValueError(f"page_table: got shape {page_table.shape}, expected [batch, max_pages]")
     batch = page_table.shape[0]
-    if len(k_pages.shape) != 4:
-        raise ValueError(
-            f"k_pages: got shape {k_pages.shape}, expected [num_pages, page_size, kv_heads, "
-            "head_dim]"
-        )
-    if not 1 <= k_pages.shape[1] <= MAX_PAGE_SIZE:
-        raise ValueError(
-            f"page_size: got {k_pages.shape[1]} (k_pages {k_pages.shape}), expected 1 to "
-            f"{MAX_PAGE_SIZE}"
-        )
+    _check_pool(k_pages)
     cache = {"k_pages": k_pages, "v_pages": v_pages}
     q_rows, q_len = _rows_of(q, batch, cu_seqlens_q)
     spec = _spec(
@@ -214,6 +205,7 @@ def page_subset_attention(
         raise ValueError(
             f"page_lists: got shape {page_lists.shape}, expected [batch, q_blocks, max_pages]"
         )
+    _check_pool(k_pages)
     batch, q_blocks, _ = page_lists.shape
     if len(q.shape) != 4 or q.shape[0] != batch or q_blocks == 0 or q.shape[1] % q_blocks:
         raise ValueError(
@@ -271,10 +263,8 @@ def _choose_form(rows, k_pages, v_pages, table, options: dict) -> str:
     """
     if rows.shape[1] * rows.shape[2] <= 4096:
         return "fused"
-    cache, pages = (
-        {"k_pages": k_pages, "v_pages": v_pages},
-        (k_pages.shape[1], table.shape[1], True),
-    )
+    cache = {"k_pages": k_pages, "v_pages": v_pages}
+    pages = (k_pages.shape[1], table.shape[1], True)
     flat = rows.reshape(-1, *rows.shape[2:])
     given = dict.fromkeys(("scale", "soft_cap", "sinks", "num_splits")) | options
     spec = _spec(flat, rows.shape[1], cache, rows.shape[0], pages, None, given)
@@ -404,6 +394,19 @@ def _lens(kv_lens, batch: int, capacity: int):
     if isinstance(kv_lens, np.ndarray) and ((kv_lens < 0) | (kv_lens > capacity)).any():
         raise ValueError(f"kv_lens: got {kv_lens.tolist()}, expected 0 to {capacity} each")
     return lens
+
+
+def _check_pool(k_pages) -> None:
+    if len(k_pages.shape) != 4:
+        raise ValueError(
+            f"k_pages: got shape {k_pages.shape}, expected [num_pages, page_size, kv_heads, "
+            "head_dim]"
+        )
+    if not 1 <= k_pages.shape[1] <= MAX_PAGE_SIZE:
+        raise ValueError(
+            f"page_size: got {k_pages.shape[1]} (k_pages {k_pages.shape}), expected 1 to "
+            f"{MAX_PAGE_SIZE}"
+        )
 
 
 def _check_pages(page_table, kv_lens, k_pages) -> None:

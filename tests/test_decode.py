@@ -1,6 +1,7 @@
 """Attention to a cache: every backend against the reference, whatever the pages, lengths, masks."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +242,16 @@ def test_page_subsets(backend, form):
         want, want_lse = pa.mha(q[b : b + 1, rows], k, v, return_lse=True, backend="xla")
         np.testing.assert_allclose(out[b, rows], want[0], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(lse[b, :, rows], want_lse[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [16, 256])
+@pytest.mark.parametrize("shape", [(8,), (8, 16, 8), (8, 2000, 8, 128)])
+def test_a_pool_of_another_shape_is_named(shape, block):
+    """Whichever form would be chosen; without the types that tests check first."""
+    q, pool = jnp.ones((2, block, 32, 128), jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
+    lists, lens = jnp.zeros((2, 1, 4), jnp.int32), jnp.ones((2, 1), jnp.int32)
+    with gpu.target("h200"), pytest.raises(ValueError, match="k_pages"):
+        jax.eval_shape(inspect.unwrap(pa.page_subset_attention), q, pool, pool, lists, lens)
 
 
 def test_merging_is_associative_and_complete():

@@ -151,7 +151,7 @@ def _scratch(call: Call, plan: Plan, dtype):
         keys=plgpu.Barrier(num_arrivals=2 if plan.wide else 2 * WGS),
         p=plgpu.Barrier() if plan.wide else None,
         ds=plgpu.Barrier(num_barriers=2 if plan.adder else 1) if plan.wide else both,
-        dq_full=None if plan.direct else both,
+        dq_full=None if plan.wide else both,
         dq_empty=_read_ds(plan),
         read=plgpu.Barrier(num_arrivals=WGS + plan.adder),
         written=both,
@@ -179,7 +179,7 @@ def _scratch(call: Call, plan: Plan, dtype):
         dout=common.smem((stages, tiles.block_q, plan.v_dim), dtype),
         p=None,
         ds=common.smem((2, WGS, *ds), dtype),
-        dq=_smem((WGS, *half), jnp.float32, 32) if call.interpret or not plan.direct else None,
+        dq=_smem((WGS, *half), jnp.float32, 32) if call.interpret or not plan.wide else None,
         words=words,
     ), bars
 
@@ -187,7 +187,7 @@ def _scratch(call: Call, plan: Plan, dtype):
 def _read_ds(plan: Plan):
     if plan.adder:
         return plgpu.Barrier(num_arrivals=2, num_barriers=2)
-    return None if plan.direct else plgpu.Barrier()
+    return None if plan.wide else plgpu.Barrier()
 
 
 def _staging(call: Call, plan: Plan):
@@ -252,7 +252,7 @@ def _kernel(kernel: Kernel):
             plgpu.set_max_registers(kernel.plan.registers[2], action="decrease")
             backward_wide.start_adder(kernel)
             for_each_tile(kernel, backward_wide.add_dq)
-            backward_add.finish(kernel)
+            backward_add.finish()
 
     @pl.when(kernel.wg < WGS)
     def _consumer():

@@ -42,7 +42,7 @@ def add(kernel: Kernel, i, dq, half):
     if kernel.call.interpret:
         # Instructions that add are unknown there.
         stage(kernel, i, dq, half, owner=half)
-        finish(kernel)
+        finish()
     else:
         batch, head, start = _place(kernel, i)
         _red(kernel.outs[0], dq, (batch, start, head, half * dq.shape[1]))
@@ -59,7 +59,7 @@ def wait_turn(kernel: Kernel, i, share) -> None:
 def end_turn(kernel: Kernel, i) -> None:
     """With `deterministic`: what was staged of step `i` is added, and the next tile may."""
     if kernel.call.deterministic:
-        finish(kernel)
+        finish()
         _pass_turn(kernel, i, 0)
 
 
@@ -75,9 +75,9 @@ def _place(kernel: Kernel, i):
     return batch, words[kernel.word(i, HEAD)], words[kernel.word(i, Q_START)]
 
 
-def finish(kernel: Kernel) -> None:
+def finish() -> None:
     """Waits until what this warpgroup has staged is added."""
-    _by_warp(kernel, lambda _, __: plgpu.wait_smem_to_gmem(0))
+    _by_warp(lambda _, __: plgpu.wait_smem_to_gmem(0))
 
 
 def stage(kernel: Kernel, i, dq, part, owner=0):
@@ -119,17 +119,14 @@ def _send(kernel: Kernel, dq, slot, at):
         target = kernel.outs[0].at[batch, pl.ds(start + first, rows), head, columns]
         plgpu.copy_smem_to_gmem(staged.at[pl.ds(first, rows)], target, reduction_op="add")
 
-    _by_warp(kernel, wait)
+    _by_warp(wait)
     staged[...] = dq
     _commit(kernel)
-    _by_warp(kernel, copy)
+    _by_warp(copy)
 
 
-def _by_warp(kernel: Kernel, act):
-    """act(first row, rows) for each warp's 16 of 64 rows, or once for all of them."""
-    if not kernel.plan.by_warp:
-        act(0, UNIT)
-        return
+def _by_warp(act):
+    """act(first row, rows) by each warp, for its 16 of 64 rows."""
 
     @plgpu.warp_map
     def _each(warp):
@@ -137,10 +134,7 @@ def _by_warp(kernel: Kernel, act):
 
 
 def _commit(kernel: Kernel):
-    """Makes what was staged visible to TMA, which one thread of those that wrote it will call."""
-    if not kernel.plan.by_warp:
-        plgpu.commit_smem()
-        return
+    """Makes what a warp staged visible to TMA, which one of its threads will call."""
     fence(kernel.call)
     if kernel.call.interpret:
         return

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from pallas_attn import gpu as gpus
 from pallas_attn import tile_math
 from pallas_attn.call import Call
 from pallas_attn.mosaic_gpu import common
@@ -32,7 +33,7 @@ FEW_SECTIONS = 4
 NO_TILE = -1
 # Shared memory of a thread block on Hopper, and of that what a slot takes in which dq is staged:
 # 64 queries, 32 channels, float32.
-SMEM_BYTES = 232_448
+SMEM_BYTES = gpus.KNOWN["h200"].smem_per_block
 STAGED = 32
 STAGED_BYTES = 4 * UNIT * STAGED
 # Words on a step, and on the tile.
@@ -55,14 +56,13 @@ class Plan:
         together: streams whose tiles are taken alternately: a section.
         blocks: thread blocks.
         cleans: whether a warp of the producer zeroes queries that are padding.
-        wide: whether the warpgroups share 64 keys and split channels, rather than split 128 keys.
-        direct: whether consumers add dq to global memory themselves.
+        wide: whether the warpgroups share 64 keys and split channels, rather than split 128 keys;
+            compute warpgroups then add dq to global memory themselves.
         adder: whether a warpgroup of its own computes and adds dq (wide only).
         staged: slots of shared memory through which the adder adds, a divisor of dim / 32.
         by_rows: whether a warpgroup's half of dq is rows of it, and not columns.
         width: channels of a block of swizzled shared memory.
         registers: a thread's, of consumers, producer and adder.
-        by_warp: whether each warp of the adder sends its own rows of dq, and waits for no other.
     """
 
     dim: int
@@ -74,13 +74,11 @@ class Plan:
     blocks: int
     cleans: bool
     wide: bool
-    direct: bool
     adder: bool
     staged: int
     by_rows: bool
     width: int
     registers: tuple[int, int, int]
-    by_warp: bool = True
 
 
 class Smem(NamedTuple):
@@ -290,7 +288,6 @@ def plan_of(call: Call, inputs: Inputs) -> Plan:
         blocks=common.num_blocks_at_once(tiles_of_head * streams, call),
         cleans=cleans,
         wide=wide,
-        direct=wide,
         adder=has_adder(tiles, spec),
         staged=staged_slots(tiles, spec),
         by_rows=tiles.block_q == WGS * UNIT,

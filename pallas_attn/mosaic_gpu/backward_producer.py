@@ -345,7 +345,7 @@ def _channels(gmem, smem):
 
 def store(kernel: Kernel) -> None:
     """Warp 1."""
-    if not kernel.plan.direct:
+    if not kernel.plan.wide:
         plgpu.barrier_arrive(kernel.bars.dq_empty)
     for_each_tile(kernel, _store_tile)
     plgpu.wait_smem_to_gmem(0)
@@ -356,7 +356,7 @@ def _store_tile(kernel: Kernel, slot):
     bars, words = kernel.bars, kernel.smem.words
     _, dk_ref, dv_ref = kernel.outs
     batch, kv_head = words[kernel.fact(BATCH)], words[kernel.fact(KV_HEAD)]
-    if not kernel.plan.direct:
+    if not kernel.plan.wide:
         count = kernel.steps
 
         def step(i, _):

@@ -119,7 +119,7 @@ def pass_on(kernel: Kernel, batch, head, q_start, half) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, counter):
         machine = Emitter()
-        if kernel.plan.direct:
+        if kernel.plan.wide:
             # Additions of all threads of the warpgroup, and those by TMA that they waited for, come
             # before the signal of the first.
             _assembly([], "fence.proxy.async; fence.acq_rel.gpu;", "")

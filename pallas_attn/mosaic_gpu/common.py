@@ -36,7 +36,8 @@ class Inputs(NamedTuple):
     q, dout: [batch, q_len, q_heads, d]; k, v: [batch, kv_len, kv_heads, d]; sinks: [q_heads];
     lse_log2, delta: [batch, q_heads, q_len]; visits: a `block_table.Visits`; extra: a
     `tables.Extra`; origin: int32 [2], the batch and query head of the first ones here, where a
-    call is spread over devices; order: see `schedule.order`.
+    call is spread over devices; order: see `schedule.order`, or in
+    the backward `backward.backward`'s order of the tiles of a head.
     """
 
     q: Any

@@ -31,7 +31,7 @@ SCALAR = plgpu.Layout.WG_SPLAT
 class Word(NamedTuple):
     """An int32 in shared memory, plus a scalar: read where it is used, held in no register before.
 
-    ref: int32 [n]; index, plus: int32 scalars.
+    ref: int32 [n]; index, plus: int32 scalars, the latter or a Python int.
     """
 
     ref: Any
@@ -80,7 +80,9 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=N
     fields = _fields(place, detail, refs)
     words = [x.ref for x in fields if x is not None and x.ref is not None]
     scalars = [partial, 0 if compare is None else compare]
-    scalars += [y for x in fields if x is not None for y in (x.index, x.plus)]
+    for x in fields:
+        if x is not None:
+            scalars += [x.index] if isinstance(x.plus, int) else [x.index, x.plus]
     refs_type = (plgpu.RefType(),) * (len(refs) + len(words))
     scalar_types = (SCALAR,) * len(scalars)
 
@@ -91,7 +93,8 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=N
         arrays = Detail(**dict(zip(names, all_refs[: len(names)], strict=True)))
 
         def field(word, words, numbers):
-            index, plus = (machine.fresh(next(numbers)) for _ in range(2))
+            index = machine.fresh(next(numbers))
+            plus = word.plus if isinstance(word.plus, int) else machine.fresh(next(numbers))
             return (index if word.ref is None else machine.load_shared(next(words), index)) + plus
 
         def change(registers, arrays=arrays):

@@ -248,9 +248,7 @@ def order(plan: Plan):
 
 
 @functools.lru_cache(maxsize=64)
-def balanced(
-    cost: tuple[int, ...], streams: int, together: int, blocks: int, extra: int = 1
-) -> np.ndarray:
+def balanced(cost: tuple[int, ...], streams: int, together: int, blocks: int) -> np.ndarray:
     """Tiles longest first, each to the thread block that has least to do so far.
 
     Args:
@@ -258,7 +256,6 @@ def balanced(
         streams: how many.
         together: streams whose tiles are taken alternately.
         blocks: thread blocks.
-        extra: what it costs to begin and end a tile.
 
     Returns:
         as `order`.
@@ -271,7 +268,8 @@ def balanced(
             for stream in range(turn, turn + together):
                 busy, block = load[0]
                 taken[block].append(stream * len(cost) + tile)
-                heapq.heapreplace(load, (busy + cost[tile] + extra, block))
+                # A tile costs about as much as one more block of keys to begin and end.
+                heapq.heapreplace(load, (busy + cost[tile] + 1, block))
     table = np.zeros((1 + max(map(len, taken)), blocks), np.int32)
     for block, tiles in enumerate(taken):
         table[0, block] = len(tiles)
