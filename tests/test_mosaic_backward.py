@@ -12,7 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import backends, reference, testing
-from pallas_attn.mosaic_gpu import backward_turns
+from pallas_attn.mosaic_gpu import backward_add, backward_turns
 from pallas_attn.mosaic_gpu.detail import detail_by_key
 from pallas_attn.spec import Spec
 from pallas_attn.testing import MASK_CASES, Problem
@@ -133,6 +133,22 @@ SHUFFLED = pa.Document(
     jnp.asarray(np.arange(900) // 80, jnp.int32),
 )
 BY_KEY = MASK_CASES | {"queries_of_documents_in_any_order": lambda *_: SHUFFLED & pa.Causal()}
+
+
+def test_dq_lies_as_its_threads_hold_it():
+    tile = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
+    # Warp, half, row; group of 8 columns, quad lane, element: to [group, half] of [thread, 2].
+    parts = tile.reshape(4, 2, 8, 12, 4, 2).transpose(3, 1, 0, 2, 4, 5)
+    registers = list(parts.reshape(24, 128, 2))
+    stored = np.zeros(backward_add.slabs(64, 96), np.float32)
+    for n, pair in enumerate(backward_add.fours(len(registers))):
+        four = np.concatenate([registers[m] for m in pair], axis=1)
+        stored[:, n] = four.reshape(4, 128)
+    np.testing.assert_array_equal(stored, backward_add.to_slabs(tile))
+    heads = np.stack([stored, stored + 1])[None]
+    np.testing.assert_array_equal(
+        backward_add.by_rows(heads), np.stack([tile, tile + 1], axis=1)[None]
+    )
 
 
 def mask_named(name):

@@ -3,7 +3,7 @@
     grid: one thread block a multiprocessor, which takes one tile after the other, the next that
           nobody has yet: block_kv keys of one KV head
 
-    `backward_producer`    one warp loads k and v, then q, dout block by block; one adds dq to
+    `backward_producer`    one warp loads k and v, then q, dout block by block; two add dq to
                            global memory; one zeroes padding, where there is any
     `backward_narrow`      two warpgroups, up to 128 channels: each has 64 of 128 keys
     `backward_wide`        two warpgroups, more channels: 64 keys; each has half of the channels;
@@ -43,7 +43,6 @@ from pallas_attn.mosaic_gpu.backward_parts import (
     Order,
     Plan,
     Smem,
-    factor_of,
     for_each_tile,
     handed_over,
     plan_of,
@@ -66,7 +65,7 @@ def backward(call: Call, inputs: Inputs):
     dtype = inputs.q.dtype
     padded = {n: _operand(n, getattr(inputs, n), plan) for n in ("q", "k", "v", "dout")}
     inputs = inputs._replace(
-        lse_log2=_row_starts(call, plan, inputs.lse_log2, inputs.delta),
+        lse_log2=_row_terms(call, plan, inputs.lse_log2, inputs.delta),
         delta=None,
         order=_tile_order(call, plan, inputs),
         **padded,
@@ -78,7 +77,7 @@ def backward(call: Call, inputs: Inputs):
     # State has no batching rule: under vmap one kernel runs after another.
     run = jax.custom_batching.sequential_vmap(functools.partial(_run, call, plan))
     dq, dk, dv = run(inputs, order)
-    dq = dq[:, : spec.q_len, :, : spec.head_dim] * jnp.float32(spec.scale)
+    dq = backward_add.by_rows(dq)[:, : spec.q_len, :, : spec.head_dim] * jnp.float32(spec.scale)
     dk, dv = dk[:, : spec.kv_len, :, : spec.head_dim], dv[:, : spec.kv_len, :, : spec.v_dim]
     return dq.astype(dtype), dk, dv
 
@@ -98,7 +97,7 @@ def _tile_order(call: Call, plan: Plan, inputs: Inputs):
 
 
 def _run(call: Call, plan: Plan, inputs: Inputs, order: Order):
-    """dq, unscaled float32 [batch, q_rows, q_heads, dim]; dk, dv like k and v."""
+    """dq, unscaled, as `backward_add` lays it out; dk, dv like k and v."""
     heads = call.spec.batch, call.spec.q_heads
 
     def kernel(refs):
@@ -110,7 +109,7 @@ def _run(call: Call, plan: Plan, inputs: Inputs, order: Order):
     done = None
     if call.deterministic:
         done = jnp.zeros((*heads, plan.q_rows // call.tiles.dkv.block_q, WGS), jnp.int32)
-    dq = jnp.zeros((heads[0], plan.q_rows, heads[1], plan.dim), jnp.float32)
+    dq = jnp.zeros((*heads, *backward_add.slabs(plan.q_rows, plan.dim)), jnp.float32)
     counter = jnp.zeros(1, jnp.int32)
     start = dq, jnp.zeros_like(inputs.k), jnp.zeros_like(inputs.v), done, counter
     return pl.run_state(kernel)(start)[:3]
@@ -123,19 +122,16 @@ def _operand(name: str, x, plan: Plan):
     return common.for_tma(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, short))) if short else x)
 
 
-def _row_starts(call: Call, plan: Plan, lse_log2, delta):
-    """What the accumulators of s and dp begin with, [batch, q_heads, q blocks · 2 · block_q].
+def _row_terms(call: Call, plan: Plan, lse_log2, delta):
+    """Lse and delta of each block, one after the other: [batch, q_heads, q blocks · 2 · block_q].
 
-    float32 by its bits, since the words that share its shared memory are int32. s·factor then is
-    the base-2 logit minus lse; rows past q_len get p = 0.
+    float32 by its bits, since the words that share its shared memory are int32. Rows past q_len get
+    p = 0.
     """
-    factor = factor_of(call)
-    start = -lse_log2 if factor is None else lse_log2 * jnp.float32(-1.0 / factor)
     short = ((0, 0), (0, 0), (0, plan.q_rows - call.spec.q_len))
-    beyond = jnp.float32(jnp.inf if factor is not None and factor < 0 else -jnp.inf)
-    starts = jnp.pad(start, short, constant_values=beyond), jnp.pad(-delta, short)
+    terms = jnp.pad(lse_log2, short, constant_values=jnp.inf), jnp.pad(delta, short)
     shape = *lse_log2.shape[:2], -1, call.tiles.dkv.block_q
-    both = jnp.stack([x.reshape(shape) for x in starts], axis=3)
+    both = jnp.stack([x.reshape(shape) for x in terms], axis=3)
     return lax.bitcast_convert_type(both, jnp.int32).reshape(*shape[:2], -1)
 
 
@@ -151,11 +147,11 @@ def _scratch(call: Call, plan: Plan, dtype):
         keys=plgpu.Barrier(num_arrivals=2 if plan.wide else 2 * WGS),
         p=plgpu.Barrier() if plan.wide else None,
         ds=plgpu.Barrier(num_barriers=2 if plan.adder else 1) if plan.wide else both,
-        dq_full=None if plan.wide else both,
+        dq_full=None if plan.wide else plgpu.Barrier(num_barriers=WGS),
         dq_empty=_read_ds(plan),
         read=plgpu.Barrier(num_arrivals=WGS + plan.adder),
         written=both,
-        stored=plgpu.Barrier(num_arrivals=1 + plan.cleans + plan.adder),
+        stored=plgpu.Barrier(num_arrivals=(1 if plan.wide else WGS) + plan.cleans + plan.adder),
     )
     if plan.wide:
         handed = handed_over(plan.adder, call.spec)
@@ -171,7 +167,6 @@ def _scratch(call: Call, plan: Plan, dtype):
             words=words,
         ), bars
     ds = (WGS, UNIT, UNIT) if plan.by_rows else (UNIT, UNIT)
-    half = (UNIT, plan.dim) if plan.by_rows else (UNIT, plan.dim // WGS)
     return Smem(
         k=common.smem((WGS, UNIT, plan.dim), dtype),
         v=common.smem((WGS, UNIT, plan.v_dim), dtype),
@@ -179,7 +174,7 @@ def _scratch(call: Call, plan: Plan, dtype):
         dout=common.smem((stages, tiles.block_q, plan.v_dim), dtype),
         p=None,
         ds=common.smem((2, WGS, *ds), dtype),
-        dq=_smem((WGS, *half), jnp.float32, 32) if call.interpret or not plan.wide else None,
+        dq=_staging(call, plan),
         words=words,
     ), bars
 
@@ -187,15 +182,17 @@ def _scratch(call: Call, plan: Plan, dtype):
 def _read_ds(plan: Plan):
     if plan.adder:
         return plgpu.Barrier(num_arrivals=2, num_barriers=2)
-    return None if plan.wide else plgpu.Barrier()
+    return None if plan.wide else plgpu.Barrier(num_barriers=WGS)
 
 
 def _staging(call: Call, plan: Plan):
-    """Where dq is staged: by the adder, or by whoever adds it in the interpreter."""
-    if not (plan.adder or call.interpret):
+    """Where dq is staged: a warpgroup's for the producer, or by whoever adds it by TMA."""
+    if not plan.wide:
+        return plgpu.SMEM((WGS, *backward_add.slabs(UNIT, UNIT)), jnp.float32)
+    if not (plan.staged or call.interpret):
         return None
-    shape = 1 if plan.adder else WGS, max(plan.staged, 1), UNIT, STAGED
-    return _smem(shape, jnp.float32, STAGED)
+    shape = 1 if plan.adder else WGS, max(plan.staged, 1), *backward_add.slabs(UNIT, STAGED)
+    return plgpu.SMEM(shape, jnp.float32)
 
 
 def _smem(shape, dtype, width: int):
@@ -241,7 +238,9 @@ def _kernel(kernel: Kernel):
         @plgpu.warp_map
         def _by_warp(warp):
             pl.when(warp == 0)(lambda: backward_producer.load(kernel))
-            pl.when(warp == 1)(lambda: backward_producer.store(kernel))
+            pl.when(warp == 1)(lambda: backward_producer.store(kernel, 0))
+            if not kernel.plan.wide:
+                pl.when(warp == 3)(lambda: backward_producer.store(kernel, 1))
             if kernel.plan.cleans:
                 pl.when(warp == 2)(lambda: backward_producer.clean(kernel))
 

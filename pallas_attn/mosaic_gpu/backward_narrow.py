@@ -1,14 +1,18 @@
 """A consumer of the backward kernel up to 128 channels: 64 of the tile's 128 keys are its own.
 
     wait full
-    sᵀ = k·qᵀ - lse    dpᵀ = v·doutᵀ - delta       (lse, delta: what the accumulators start with)
+    sᵀ = k·qᵀ                  dpᵀ = v·doutᵀ
     (mask, partly visible blocks only)
-    pᵀ = 2^sᵀ          dsᵀ = pᵀ·dpᵀ -> shared memory
+    pᵀ = 2^(sᵀ·factor - lse)   dsᵀ = pᵀ·(dpᵀ - delta) -> shared memory
     dv += pᵀ·dout      dq of the step before = ds·k, half of it      dk += dsᵀ·q
 
 All is transposed, so that pᵀ and dsᵀ, fresh from registers, are the left operands of the products
 that consume them; only ds crosses between the warpgroups. dq of a step is computed one step later
 (`ds` has two slots), so that nobody waits for the other's ds.
+
+What bounds it is shared memory: with 128 channels, operands, ds and dq take 1.15 times as long
+there as the products take. Hence how dq is staged; and lse and delta are read when s and dp have
+come, since earlier the reads stand in line with the products' operands.
 """
 
 import functools
@@ -18,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.mosaic_gpu import backward_add, common, mma, ring
 from pallas_attn.mosaic_gpu import backward_tile as tiles
-from pallas_attn.mosaic_gpu import common, mma, ring
 from pallas_attn.mosaic_gpu.backward_parts import WGS, Kernel, fence
 from pallas_attn.mosaic_gpu.common import UNIT
 
@@ -48,7 +52,7 @@ def compute(kernel: Kernel, slot):
         def _last():
             def last(dq_acc):
                 _issue_dq(kernel, dq_acc, (count + 1) & 1)
-                _put_dq(kernel, count, mma.load(dq_acc, 0, call=call))
+                _put_dq(kernel, mma.load(dq_acc, 0, call=call))
 
             pl.run_scoped(last, _dq_accumulator(kernel))
 
@@ -81,13 +85,13 @@ def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
         mma.accumulator(shape, call=call),
     )
     _put_ds(early, i & 1, ds)
-    mma.dot(dv_acc, p, smem.dout.at[slot], call=call, b_rows=clean)
     late = kernel._replace(wg=common.fresh(kernel.wg, call))
 
     def products(dq_acc):
+        mma.dot(dv_acc, p, smem.dout.at[slot], call=call, b_rows=clean)
         _issue_dq(late, dq_acc, (i + 1) & 1)
         mma.dot(dk_acc, ds, smem.q.at[slot], call=call, b_rows=clean)
-        _put_dq(late, i, mma.load(dq_acc, 1, call=call))
+        _put_dq(late, mma.load(dq_acc, 1, call=call))
         plgpu.barrier_arrive(bars.ds)
 
     pl.run_scoped(products, _dq_accumulator(kernel))
@@ -100,25 +104,25 @@ def _probabilities(kernel: Kernel, i, slot, clean, s_acc, dp_acc):
     call, smem, wg = kernel.call, kernel.smem, kernel.wg
     # The maths of a cap leave no registers for dp, which then is computed after them.
     capped = call.spec.soft_cap is not None
-    tiles.start(kernel, slot, s_acc, None if capped else dp_acc)
     mma.dot(s_acc, smem.k.at[wg], smem.q.at[slot], call=call, transpose_b=True)
     if not capped:
         mma.dot(dp_acc, smem.v.at[wg], smem.dout.at[slot], call=call, transpose_b=True)
+    # Read here, it is not waited for after s.
+    partial = tiles.partial_of(kernel, i)
     s = mma.load(s_acc, 0 if capped else 1, call=call)
-    p, weight = tiles.probabilities(kernel, i, slot, s, wg * UNIT)
+    p, weight = tiles.probabilities(kernel, i, slot, partial, s, wg * UNIT)
     p, weight = tiles.only_clean(kernel, wg, clean, p, weight)
     p = p.astype(smem.k.dtype)
     weight, p = lax.optimization_barrier((weight, p))
     if capped:
-        tiles.start(kernel, slot, None, dp_acc)
         values = smem.v.at[common.fresh(wg, call)]
         mma.dot(dp_acc, values, smem.dout.at[slot], call=call, transpose_b=True)
     # ds of the step before is whole, and nobody reads the one before that. Waiting here keeps the
     # compiler from moving the exponentials behind the wait for dp.
     plgpu.barrier_wait(kernel.bars.ds)
-    dp = mma.load(dp_acc, 0, call=call)
-    (dp,) = tiles.only_clean(kernel, wg, clean, dp)
-    return p, (weight * dp).astype(smem.k.dtype)
+    ds = tiles.dlogits(kernel, slot, weight, mma.load(dp_acc, 0, call=call))
+    (ds,) = tiles.only_clean(kernel, wg, clean, ds)
+    return p, ds.astype(smem.k.dtype)
 
 
 def _put_ds(kernel: Kernel, slot, ds):
@@ -148,13 +152,13 @@ def _dq_accumulator(kernel: Kernel):
     return mma.accumulator((UNIT, plan.dim if plan.by_rows else plan.dim // WGS), call=kernel.call)
 
 
-def _put_dq(kernel: Kernel, i, dq):
-    """Hands this warpgroup's half of dq of the step before `i` on."""
-    bars = kernel.bars
-    plgpu.barrier_wait(bars.dq_empty)
-    kernel.smem.dq.at[kernel.wg][...] = dq
+def _put_dq(kernel: Kernel, dq):
+    """Hands this warpgroup's half of dq of the step before on."""
+    wg, bars = kernel.wg, kernel.bars
+    plgpu.barrier_wait(bars.dq_empty.at[wg])
+    backward_add.put(kernel.smem.dq.at[wg], dq, call=kernel.call)
     fence(kernel.call)  # of ds too
-    plgpu.barrier_arrive(bars.dq_full)
+    plgpu.barrier_arrive(bars.dq_full.at[wg])
 
 
 __all__ = ["compute"]

@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_attn import gpu as gpus
-from pallas_attn import tile_math
 from pallas_attn.call import Call
 from pallas_attn.mosaic_gpu import common
 from pallas_attn.mosaic_gpu.common import UNIT, Inputs
@@ -85,10 +84,11 @@ class Smem(NamedTuple):
     """Shared memory.
 
     k, v: [2, 64, d], 64 keys of each warpgroup; q, dout: [slots, block_q, d]; ds: [2, 2, (halves,)
-    64 keys, 64 queries], slots of each warpgroup's keys; dq: each warpgroup's half. When wide: k:
-    [2, 64, d], keys and values; q: [2, slots, 64, d], q and dout; p: [up to 2, 64, 64]; ds: [2, 64,
-    64]; dq, where it is staged: [1 or each warpgroup, slots, 64 queries, 32]; no others. words:
-    int32, one array since each array begins at a multiple of 1024 bytes: the starts of s and dp,
+    64 keys, 64 queries], slots of each warpgroup's keys; dq: each warpgroup's half, as slabs of
+    `backward_add`. When wide: k: [2, 64, d], keys and values; q: [2, slots, 64, d], q and dout; p:
+    [up to 2, 64, 64]; ds: [2, 64, 64]; dq, where it is staged: [1 or each warpgroup, slots, (slabs
+    of 64 queries, 32 channels)]; no others. words:
+    int32, one array since each array begins at a multiple of 1024 bytes: lse and delta of
     [slots, 2, block_q] float32 by their bits, then what the producer tells of the tile, then of the
     steps.
     """
@@ -108,10 +108,10 @@ class Barriers(NamedTuple):
 
     full, empty: slots; clean: slots whose padding was zeroed, waited for in full's place;
     dout_empty: slots of dout (wide only); keys: k and v are there; p, ds: they are written, and
-    what else the consumers say; dq_full, dq_empty: dq's place in shared memory (with an adder,
-    dq_empty: slots of ds that may be written, and ds slots too); read: nobody reads k and v any
-    more; written: dk and dv stand in their place; stored: they are on their way to global memory,
-    and the tile's words are no longer needed.
+    what else the consumers say; dq_full, dq_empty: each half's place in shared memory (with an
+    adder, dq_empty: slots of ds that may be written, and ds slots too); read: nobody reads k and v
+    any more; written: dk and dv stand in their place; stored: they are on their way to global
+    memory, and the tile's words are no longer needed.
     """
 
     full: Any
@@ -134,7 +134,7 @@ class Order(NamedTuple):
     first: int32 [batch | 1, q_heads | 1, q blocks], the first tile that adds to a block, where all
     that do are neighbours; or None. turns: int32 [batch | 1, q_heads | 1, q blocks, tiles / 32, 2],
     which of 32 tiles add to it, as bits, and how many before these; or None. done: int32 [batch,
-    q_heads, q blocks, 2], how many have; the halves of dq apart where consumers add.
+    q_heads, q blocks, 2], how many have; the halves of dq apart but where an adder adds.
     """
 
     first: Any
@@ -313,13 +313,6 @@ def for_each_tile(kernel: Kernel, work) -> None:
 
     zero = jnp.int32(0)
     lax.while_loop(lambda state: state[2] != NO_TILE, take, (zero, zero, await_tile(zero)))
-
-
-def factor_of(call: Call) -> float | None:
-    """What turns s into base-2 logits; None where the way there is not a multiplication."""
-    if call.spec.soft_cap is not None or call.spec.scale == 0.0:
-        return None
-    return call.spec.scale * tile_math.LOG2E
 
 
 def is_ragged(call: Call) -> bool:

@@ -1,10 +1,10 @@
-"""The producer warpgroup of the backward kernel: one warp loads, one stores.
+"""The producer warpgroup of the backward kernel: one warp loads, others store.
 
     warp 0    for each tile: tells of it; for each query head of the group and each block of queries
               that sees it: tells of the step; waits until its slot is empty; starts the loads of q,
               dout and the rows' starts; after the first few of k and v too
-    warp 1    adds dq, as the consumers hand it over, to what is in global memory (unless compute
-              warpgroups do so themselves); stores dk and dv
+    warps     add dq, each the half that one consumer hands over, to what is in global memory
+    1 and 3   (unless compute warpgroups do so themselves: then there is only warp 1); store dk, dv
     warp 2    zeroes queries that are padding, where there are such
 
 Tiles take their blocks from the last to the first. Under causal masks those that run side by side
@@ -15,7 +15,7 @@ they come to a block one shortly after the other.
 Nothing waits for ever, from tile to tile of a thread block, because:
 
   - Who waits at a barrier has seen its phase n before phase n + 1 can end. `keys` n + 1 is loaded
-    after `stored` n, at which arrive, having seen `keys` n, both that wait there besides the
+    after `stored` n, at which arrive, having seen `keys` n, all that wait there besides the
     consumers, and the consumers come before `stored` by `written`. `written`, `stored`: one phase a
     tile, n + 1 only after `keys` n + 1. After the last tile `keys` has one phase more, to say so.
     `read`, `ds`: who waits also arrives, after having waited for the phase before. Rings (`full`,
@@ -34,6 +34,7 @@ Nothing waits for ever, from tile to tile of a thread block, because:
     and v of the last one were loaded.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,8 +43,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.mosaic_gpu import backward_add, common, masking, ring
 from pallas_attn.mosaic_gpu import backward_turns as turns
-from pallas_attn.mosaic_gpu import common, masking, ring
 from pallas_attn.mosaic_gpu.backward_parts import (
     BATCH,
     COUNT,
@@ -58,7 +59,6 @@ from pallas_attn.mosaic_gpu.backward_parts import (
     Q_DIRTY,
     Q_START,
     TURN,
-    WGS,
     Kernel,
     for_each_tile,
     is_ragged,
@@ -343,16 +343,16 @@ def _channels(gmem, smem):
     return gmem.at[:, pl.ds(_block() * 0, width)]
 
 
-def store(kernel: Kernel) -> None:
-    """Warp 1."""
+def store(kernel: Kernel, half: int) -> None:
+    """Warps 1 and 3: what a consumer has made; of a wide kernel warp 1 stores all."""
     if not kernel.plan.wide:
-        plgpu.barrier_arrive(kernel.bars.dq_empty)
-    for_each_tile(kernel, _store_tile)
+        plgpu.barrier_arrive(kernel.bars.dq_empty.at[half])
+    for_each_tile(kernel, functools.partial(_store_tile, half=half))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store_tile(kernel: Kernel, slot):
-    """Adds dq of a tile; stores its dk and dv."""
+def _store_tile(kernel: Kernel, slot, half: int):
+    """Adds a half of dq of a tile; stores dk and dv of as many of its keys."""
     bars, words = kernel.bars, kernel.smem.words
     _, dk_ref, dv_ref = kernel.outs
     batch, kv_head = words[kernel.fact(BATCH)], words[kernel.fact(KV_HEAD)]
@@ -360,48 +360,40 @@ def _store_tile(kernel: Kernel, slot):
         count = kernel.steps
 
         def step(i, _):
-            _add_dq(kernel, batch, i)
+            _add_dq(kernel, batch, i, half)
 
         # dq of a step comes one step later; in the first there is none.
         pl.when(count > 0)(lambda: lax.fori_loop(jnp.int32(0), count + 1, step, None))
     plgpu.barrier_wait(bars.written)
-    for part in range(kernel.parts):
-        rows = pl.ds(words[kernel.fact(KV_START)] + part * UNIT, UNIT)
-        for source, target in ((kernel.keys(part), dk_ref), (kernel.values(part), dv_ref)):
-            at = _channels(target.at[batch, rows, kv_head], source)
-            plgpu.copy_smem_to_gmem(source, at)
+    rows = pl.ds(words[kernel.fact(KV_START)] + half * UNIT, UNIT)
+    for source, target in ((kernel.keys(half), dk_ref), (kernel.values(half), dv_ref)):
+        at = _channels(target.at[batch, rows, kv_head], source)
+        plgpu.copy_smem_to_gmem(source, at)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(bars.stored)
     return slot
 
 
-def _add_dq(kernel: Kernel, batch, i):
-    """Adds dq of the step before, both halves, to what is in global memory."""
-    smem, bars, plan, words = kernel.smem, kernel.bars, kernel.plan, kernel.smem.words
-    dq_ref = kernel.outs[0]
+def _add_dq(kernel: Kernel, batch, i, half: int):
+    """Adds a half of dq of the step before to what is in global memory."""
+    bars, words = kernel.bars, kernel.smem.words
     start, head, turn = (words[kernel.word(i - 1, field)] for field in (Q_START, HEAD, TURN))
-    plgpu.barrier_wait(bars.dq_full)
+    plgpu.barrier_wait(bars.dq_full.at[half])
 
     @pl.when(i > 0)
     def _add():
         if kernel.call.deterministic:
-            turns.wait(kernel, batch, head, start, turn, 0)
-        for w in range(WGS):
-            if plan.by_rows:
-                at = dq_ref.at[batch, pl.ds(start + w * UNIT, UNIT), head]
-            else:
-                half = plan.dim // WGS
-                at = dq_ref.at[batch, pl.ds(start, UNIT), head, pl.ds(w * half, half)]
-            plgpu.copy_smem_to_gmem(smem.dq.at[w], at, reduction_op="add")
+            turns.wait(kernel, batch, head, start, turn, half)
+        backward_add.send_half(kernel, i - 1, half)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(bars.dq_empty)
+    plgpu.barrier_arrive(bars.dq_empty.at[half])
     if kernel.call.deterministic:
 
         @pl.when(i > 0)
         def _done():
             plgpu.wait_smem_to_gmem(0)
-            turns.pass_on(kernel, batch, head, start, 0)
+            turns.pass_on(kernel, batch, head, start, half)
 
 
 __all__ = ["clean", "load", "store"]

@@ -18,56 +18,57 @@ from pallas_attn.mosaic_gpu.backward_parts import (
     PARTIAL,
     Q_START,
     Kernel,
-    factor_of,
     is_ragged,
 )
 from pallas_attn.mosaic_gpu.common import UNIT
 
 
-def row_start(kernel: Kernel, slot, which):
-    """What the columns of s (0) or dp (1) start with, [64 keys, block_q]."""
+def _row_term(kernel: Kernel, slot, which):
+    """Lse (0) or delta (1) of a slot's queries, which are columns here."""
     start = (2 * slot + which) * kernel.block_q
     ref = kernel.smem.words.at[pl.ds(start, kernel.block_q)]
     words = ref[...] if kernel.call.interpret else plgpu.load(ref, layout=common.COLUMN)
-    row = lax.bitcast_convert_type(words, jnp.float32)
-    return tile_math.widen(row, (UNIT, kernel.block_q), 1)
+    return lax.bitcast_convert_type(words, jnp.float32)
 
 
-def start(kernel: Kernel, slot, s_acc, dp_acc) -> None:
-    """Sets what the accumulators begin with, None for one that is not here."""
-    if s_acc is not None and factor_of(kernel.call) is not None:
-        s_acc[...] = row_start(kernel, slot, 0)
-    if dp_acc is not None:
-        dp_acc[...] = row_start(kernel, slot, 1)
+def partial_of(kernel: Kernel, i):
+    """Whether a step's block is partly visible, int32, as `probabilities` takes it."""
+    return kernel.smem.words[kernel.word(i, PARTIAL)]
 
 
-def probabilities(kernel: Kernel, i, slot, s, key):
+def probabilities(kernel: Kernel, i, slot, partial, s, key):
     """p, and what dp is to be multiplied with for ds: p, or p·(1 - tanh²) with a cap.
 
     Args:
         kernel: with the step's references.
         i: the step.
-        slot: where its rows' starts lie.
-        s: k·qᵀ, plus the start where there is one.
+        slot: where its queries' lse lies.
+        partial: of `partial_of`: read before s is waited for, where there are registers for it.
+        s: k·qᵀ.
         key: the tile's first row among the keys of the thread block.
     """
-    spec, factor = kernel.call.spec, factor_of(kernel.call)
-    if factor is not None:
-        # Masked before it is scaled, which keeps less between the mask's branch and the
-        # exponentials.
-        x = _mask(kernel, i, s if factor > 0.0 else -s, key)
-        p = jnp.exp2(x * jnp.float32(abs(factor)))
-        return p, p
-    x, unit = tile_math.logits(s, spec.scale, spec.soft_cap, tanh=tile_math.tanh_by_exp)
-    slope = None if spec.soft_cap is None else 1.0 - x * x
-    p = jnp.exp2(_mask(kernel, i, x * jnp.float32(unit) + row_start(kernel, slot, 0), key))
+    call = kernel.call
+    cap = call.spec.soft_cap
+    x, factor = tile_math.logits(s, call.spec.scale, cap, tanh=tile_math.tanh_by_exp)
+    slope = None if cap is None else 1.0 - x * x
+    # Masked before it is scaled, which keeps less between the mask's branch and the exponentials.
+    x, lse = _mask(kernel, i, partial, x, key), _row_term(kernel, slot, 0)
+    exp2 = functools.partial(common.exp2_of, call=call)
+    p = tile_math.probabilities(x, factor, lse, axis=1, exp2=exp2)
     return p, p if slope is None else p * slope
 
 
-def _mask(kernel: Kernel, i, x, key):
+def dlogits(kernel: Kernel, slot, weight, dp):
+    """Ds from what `probabilities` says that dp is to be multiplied with, and dp = v·doutᵀ."""
+    return tile_math.dlogits(weight, dp, _row_term(kernel, slot, 1), axis=1)
+
+
+def _mask(kernel: Kernel, i, partial, x, key):
     """-inf where a key is hidden from a query."""
     if not (kernel.inputs.visits.any_partial or is_ragged(kernel.call)):
-        return x
+        if kernel.plan.wide:
+            return x
+        return masking.hide_tile(x, partial, call=kernel.call)
     words, detail = kernel.smem.words, kernel.inputs.extra.detail
     head = masking.Word(words, kernel.word(i, HEAD))
     if kernel.inputs.origin is not None and detail.bits is not None:
@@ -75,7 +76,7 @@ def _mask(kernel: Kernel, i, x, key):
     # Keys are rows here: `detail` is by key.
     batch = masking.Word(words, kernel.fact(MASK_BATCH))
     first_key = masking.Word(words, kernel.fact(KV_START), key)
-    partial, first = words[kernel.word(i, PARTIAL)], kernel.word(i, Q_START)
+    first = kernel.word(i, Q_START)
     compare = partial & 2
     # 64 queries at a time: what decides more of them does not fit the registers.
     parts = []
@@ -139,6 +140,6 @@ def only_clean(kernel: Kernel, part, clean_queries, *arrays):
 
 
 __all__ = [
-    "clean_keys", "clean_queries", "clear_keys", "only_clean", "probabilities",
-    "row_start", "start",
+    "clean_keys", "clean_queries", "clear_keys", "dlogits", "only_clean", "partial_of",
+    "probabilities",
 ]  # fmt: skip

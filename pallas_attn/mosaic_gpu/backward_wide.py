@@ -3,15 +3,15 @@
 Two accumulators of 64 keys x 256 channels are half of all registers, so each warpgroup has one half
 of the channels of dk, dv and dq, and the two share the work on p and ds:
 
-    wg 0   sᵀ = k·qᵀ - lse        | pᵀ = 2^sᵀ -> shared memory  |  dq ...  dv += pᵀ·dout
-    wg 1   dpᵀ = v·doutᵀ - delta  | dsᵀ = pᵀ·dpᵀ -> shared mem. |  dq ...  dv += pᵀ·dout
+    wg 0   sᵀ = k·qᵀ    | pᵀ = 2^(sᵀ·factor - lse) -> shared mem.  |  dq ...  dv += pᵀ·dout
+    wg 1   dpᵀ = v·doutᵀ| dsᵀ = pᵀ·(dpᵀ - delta) -> shared memory  |  dq ...  dv += pᵀ·dout
     both   dk += dsᵀ·q and dq = ds·k of the step before, whose products run under the exponentials
 
 dq goes from registers to global memory, by instructions that add two numbers each. With a third
 warpgroup, the adder, all of dq is its work:
 
-    wg 0   sᵀ = k·qᵀ - lse        | pᵀ = 2^sᵀ -> a slot of ds   |  dv += pᵀ·dout
-    wg 1   dpᵀ = v·doutᵀ - delta  | dsᵀ = pᵀ·dpᵀ -> same slot   |  dv += pᵀ·dout
+    wg 0   sᵀ = k·qᵀ    | pᵀ = 2^(sᵀ·factor - lse) -> a slot of ds  |  dv += pᵀ·dout
+    wg 1   dpᵀ = v·doutᵀ| dsᵀ = pᵀ·(dpᵀ - delta) -> the same slot   |  dv += pᵀ·dout
     both   dk += dsᵀ·q of the step before, which runs under the exponentials
     adder  for each 64 channels: dq = ds·k -> staged, 32 channels a slot -> added by TMA
 
@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic_gpu import backward_add, common, mma, ring
 from pallas_attn.mosaic_gpu import backward_tile as tiles
-from pallas_attn.mosaic_gpu.backward_parts import WGS, Kernel, factor_of, fence
+from pallas_attn.mosaic_gpu.backward_parts import WGS, Kernel, fence
 from pallas_attn.mosaic_gpu.common import UNIT
 
 
@@ -130,10 +130,6 @@ def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
     q_slot = jnp.where(i == 0, slot, _before(kernel, slot))
 
     def scores(acc):
-        if factor_of(call) is not None:
-            acc[...] = tiles.row_start(early, slot, early.wg)
-        else:
-            acc[...] = tiles.row_start(early, slot, 1) * early.wg.astype(jnp.float32)
         rows, columns = smem.k.at[early.wg], smem.q.at[early.wg, slot]
         mma.dot(acc, rows, columns, call=call, transpose_b=True)
         # ds of the step before is whole.
@@ -143,7 +139,7 @@ def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
         return lax.cond(
             early.wg == 0,
             lambda: _probabilities(early, i, slot, x, clean),
-            lambda: _gradients(early, i, x, clean),
+            lambda: _gradients(early, i, slot, x, clean),
         )
 
     p = pl.run_scoped(scores, mma.accumulator((UNIT, kernel.block_q), call=call))
@@ -169,7 +165,7 @@ def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
 def _probabilities(kernel: Kernel, i, slot, s, clean):
     """Warpgroup 0: p from s, for both."""
     smem, bars = kernel.smem, kernel.bars
-    p, weight = tiles.probabilities(kernel, i, slot, s, 0)
+    p, weight = tiles.probabilities(kernel, i, slot, tiles.partial_of(kernel, i), s, 0)
     p, weight = tiles.only_clean(kernel, 0, clean, p, weight)
     dtype = smem.ds.dtype
     p = p.astype(dtype)
@@ -183,15 +179,15 @@ def _probabilities(kernel: Kernel, i, slot, s, clean):
     return p
 
 
-def _gradients(kernel: Kernel, i, dp, clean):
+def _gradients(kernel: Kernel, i, slot, dp, clean):
     """Warpgroup 1: ds from p and dp, for both; returns p."""
-    (dp,) = tiles.only_clean(kernel, 0, clean, dp)
     plgpu.barrier_wait(kernel.bars.p)
     parts = [
         x[...] if kernel.call.interpret else plgpu.load(x, layout=common.TILE)
         for x in _handed_over(kernel, i)
     ]
-    ds = parts[0].astype(jnp.float32) * dp
+    ds = tiles.dlogits(kernel, slot, parts[0].astype(jnp.float32), dp)
+    (ds,) = tiles.only_clean(kernel, 0, clean, ds)
     _put_ds(kernel, i, ds)
     return parts[-1]
 

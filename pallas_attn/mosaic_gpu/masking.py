@@ -116,6 +116,33 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=N
     return emit(s, tuple(jnp.asarray(x, jnp.int32) for x in scalars), (*refs, *words))
 
 
+def hide_tile(s, when, *, call: Call):
+    """-inf everywhere where `when`, a scalar, is true.
+
+    Also a border over which the compiler moves nothing.
+    """
+    if call.interpret:
+        return jnp.where(jnp.asarray(when).astype(bool), -jnp.inf, s)
+    out = plgpu.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float32), layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE, SCALAR), return_type=out)
+    def emit(_, tile, when):
+        machine = Emitter()
+        (condition,) = when.registers.flat
+
+        def hide(registers):
+            return machine.choose(registers, lambda *_: machine.differs(0, 0))
+
+        registers = machine.when(machine.differs(condition, 0), list(tile.registers.flat), hide)
+        out = np.empty(len(registers), dtype=object)
+        out[:] = registers
+        return fragmented_array.FragmentedArray(
+            _registers=out.reshape(tile.registers.shape), _layout=tile.layout, _is_signed=None
+        )
+
+    return emit(s, jnp.asarray(when, jnp.int32))
+
+
 def _needed(detail: Detail):
     """Names and references of what decides a pair: the bits, or else spans and ids."""
     names = ["lo", "hi", "q_ids", "kv_ids", "unsorted"]
