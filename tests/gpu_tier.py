@@ -30,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = ("past_32_bits", "past_16_bits")  # in the names of tests with arrays of many GiB
 PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "--color=no")
+# A test that takes longer tells where it is, in what its process printed.
+PYTEST += ("-o", "faulthandler_timeout=50")
 BACKEND = re.compile(r"mosaic_gpu|triton|-deterministic")
 OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 # As tests end, and once more when all have: a line of another program may tear the first kind.

@@ -17,7 +17,7 @@ from pallas_attn.spec import Spec
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 1024, 4, 2  # index arithmetic costs registers
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 PTXAS = ("13.0", "12.9")  # what jax[cuda13] and jax[cuda12] bring
-FEW = 48  # bytes a thread may spill outside the loop over blocks
+FEW = 112  # bytes a thread may store and load again outside the loop over blocks
 
 IDS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 PAIRS = jax.ShapeDtypeStruct((1, Q_HEADS, LENGTH, LENGTH), jnp.bool_)

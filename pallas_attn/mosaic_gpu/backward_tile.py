@@ -68,6 +68,7 @@ def _mask(kernel: Kernel, i, partial, x, key):
     if not (kernel.inputs.visits.any_partial or is_ragged(kernel.call)):
         if kernel.plan.wide:
             return x
+        # Never true: a border. Without it exponentials move up and do not fit the registers.
         return masking.hide_tile(x, partial, call=kernel.call)
     words, detail = kernel.smem.words, kernel.inputs.extra.detail
     head = masking.Word(words, kernel.word(i, HEAD))

@@ -117,10 +117,7 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=N
 
 
 def hide_tile(s, when, *, call: Call):
-    """-inf everywhere where `when`, a scalar, is true.
-
-    Also a border over which the compiler moves nothing.
-    """
+    """-inf everywhere where `when`, a scalar, is true; a border over which no code moves."""
     if call.interpret:
         return jnp.where(jnp.asarray(when).astype(bool), -jnp.inf, s)
     out = plgpu.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float32), layout=TILE)
