@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_mosaic_masking import to_registers
 
 import pallas_attn as pa
 from pallas_attn import backends, reference, testing
@@ -137,9 +138,7 @@ BY_KEY = MASK_CASES | {"queries_of_documents_in_any_order": lambda *_: SHUFFLED 
 
 def test_dq_lies_as_its_threads_hold_it():
     tile = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
-    # Warp, half, row; group of 8 columns, quad lane, element: to [group, half] of [thread, 2].
-    parts = tile.reshape(4, 2, 8, 12, 4, 2).transpose(3, 1, 0, 2, 4, 5)
-    registers = list(parts.reshape(24, 128, 2))
+    registers = to_registers(tile)
     stored = np.zeros(backward_add.slabs(64, 96), np.float32)
     for n, pair in enumerate(backward_add.fours(len(registers))):
         four = np.concatenate([registers[m] for m in pair], axis=1)
@@ -147,7 +146,7 @@ def test_dq_lies_as_its_threads_hold_it():
     np.testing.assert_array_equal(stored, backward_add.to_slabs(tile))
     heads = np.stack([stored, stored + 1])[None]
     np.testing.assert_array_equal(
-        backward_add.by_rows(heads), np.stack([tile, tile + 1], axis=1)[None]
+        backward_add.from_slabs(heads), np.stack([tile, tile + 1], axis=1)[None]
     )
 
 

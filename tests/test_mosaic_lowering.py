@@ -17,7 +17,8 @@ from pallas_attn.spec import Spec
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 1024, 4, 2  # index arithmetic costs registers
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 PTXAS = ("13.0", "12.9")  # what jax[cuda13] and jax[cuda12] bring
-FEW = 112  # bytes a thread may store and load again outside the loop over blocks
+FEW = 48  # bytes a thread may store and load again outside the loop over blocks
+FEW_BACKWARD = {(64, 64): 112, (256, 256): 64}  # where the backward's are more
 
 IDS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 PAIRS = jax.ShapeDtypeStruct((1, Q_HEADS, LENGTH, LENGTH), jnp.bool_)
@@ -152,8 +153,14 @@ def test_wgmma_and_tma_do_the_work(kernels):
 
 
 @pytest.mark.sass
-def test_nothing_spills_in_the_loop_and_little_outside(kernels):
-    check(kernels, lambda report: report.spills.in_hot_loops == 0 and report.spill_bytes <= FEW)
+def test_nothing_spills_in_the_loop_and_little_outside(kernels, request):
+    few_backward = FEW_BACKWARD.get(request.node.callspec.params["kernels"], FEW)
+
+    def holds(report):
+        few = few_backward if "bwd" in report.name else FEW
+        return report.spills.in_hot_loops == 0 and report.spill_bytes <= few
+
+    check(kernels, holds)
 
 
 @pytest.mark.sass

@@ -77,7 +77,7 @@ def backward(call: Call, inputs: Inputs):
     # State has no batching rule: under vmap one kernel runs after another.
     run = jax.custom_batching.sequential_vmap(functools.partial(_run, call, plan))
     dq, dk, dv = run(inputs, order)
-    dq = backward_add.by_rows(dq)[:, : spec.q_len, :, : spec.head_dim] * jnp.float32(spec.scale)
+    dq = backward_add.from_slabs(dq)[:, : spec.q_len, :, : spec.head_dim] * jnp.float32(spec.scale)
     dk, dv = dk[:, : spec.kv_len, :, : spec.head_dim], dv[:, : spec.kv_len, :, : spec.v_dim]
     return dq.astype(dtype), dk, dv
 

@@ -3,7 +3,7 @@
 dq lies there in slabs of 16 queries, what a warp holds of an accumulator, and in a slab as its
 threads hold it: 16 channels after the other, of these the upper 8 rows before the lower 8, of each
 thread the four numbers that it has there. So a warp stages 512 neighbouring bytes by one
-instruction, all banks at once, and TMA adds whole lines. `by_rows` puts dq in order where it is
+instruction, all banks at once, and TMA adds whole lines. `from_slabs` puts dq in order where it is
 scaled and cast.
 
 A consumer of the narrow kernel leaves the adding to the producer. The adder itself sends what it
@@ -51,7 +51,7 @@ def to_slabs(tile):
     return parts.transpose(0, 3, 1, 2, 5, 4, 6).reshape(slabs(rows, channels))
 
 
-def by_rows(dq):
+def from_slabs(dq):
     """Dq [batch, heads, slabs, channels / 8, 128] as [batch, rows, heads, channels]."""
     batch, heads, count, eights, _ = dq.shape
     parts = dq.reshape(batch, heads, count, eights // 2, 2, 8, 4, 2, 2)
@@ -243,10 +243,10 @@ def _by_fours(instruction: str, kind: str, pointer, tile):
 
 __all__ = [
     "add",
-    "by_rows",
     "end_turn",
     "finish",
     "fours",
+    "from_slabs",
     "put",
     "send_half",
     "slabs",

@@ -7,7 +7,7 @@ of the channels of dk, dv and dq, and the two share the work on p and ds:
     wg 1   dpᵀ = v·doutᵀ| dsᵀ = pᵀ·(dpᵀ - delta) -> shared memory  |  dq ...  dv += pᵀ·dout
     both   dk += dsᵀ·q and dq = ds·k of the step before, whose products run under the exponentials
 
-dq goes from registers to global memory, by instructions that add two numbers each. With a third
+dq goes from registers to global memory, by instructions that add four numbers each. With a third
 warpgroup, the adder, all of dq is its work:
 
     wg 0   sᵀ = k·qᵀ    | pᵀ = 2^(sᵀ·factor - lse) -> a slot of ds  |  dv += pᵀ·dout

@@ -216,7 +216,7 @@ def weights(x, factor: float, shift, *, dtype, call: Call):
         like: Any = next(iter(shift.registers.flat)).type
         if isinstance(like, ir.VectorType):
             totals = [vector.broadcast(like, total) for total in totals]
-        return _with_registers(x, pairs), _with_registers(shift, totals)
+        return with_registers(x, pairs), with_registers(shift, totals)
 
     return emit(x, shift)
 
@@ -238,7 +238,7 @@ def exp2_of(x, factor: float, shift, *, call: Call):
                 for e in (0, 1)
             ]
             pairs.append(vector.from_elements(ir.VectorType.get((2,), f32), pair))
-        return _with_registers(x, pairs)
+        return with_registers(x, pairs)
 
     return emit(x, shift)
 
@@ -254,7 +254,7 @@ def _sum_of_quad(x):
     return x
 
 
-def _with_registers(array, registers):
+def with_registers(array, registers):
     """An array laid out like another."""
     held = np.empty(len(registers), dtype=object)
     held[:] = registers

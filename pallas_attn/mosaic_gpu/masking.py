@@ -13,15 +13,13 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.call import Call
-from pallas_attn.mosaic_gpu.common import CHUNK, TILE
+from pallas_attn.mosaic_gpu.common import CHUNK, TILE, with_registers
 from pallas_attn.mosaic_gpu.detail import Detail
 from pallas_attn.mosaic_gpu.lanes import Emitter, first_column, first_row
 
@@ -107,11 +105,7 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=N
         for flag, part in _branches(arrays, condition, comparing, apart=compare is not None):
             decide = functools.partial(change, arrays=part)
             registers = machine.when(machine.differs(flag, 0), registers, decide)
-        out = np.empty(len(registers), dtype=object)
-        out[:] = registers
-        return fragmented_array.FragmentedArray(
-            _registers=out.reshape(tile.registers.shape), _layout=tile.layout, _is_signed=None
-        )
+        return with_registers(tile, registers)
 
     return emit(s, tuple(jnp.asarray(x, jnp.int32) for x in scalars), (*refs, *words))
 
@@ -131,11 +125,7 @@ def hide_tile(s, when, *, call: Call):
             return machine.choose(registers, lambda *_: machine.differs(0, 0))
 
         registers = machine.when(machine.differs(condition, 0), list(tile.registers.flat), hide)
-        out = np.empty(len(registers), dtype=object)
-        out[:] = registers
-        return fragmented_array.FragmentedArray(
-            _registers=out.reshape(tile.registers.shape), _layout=tile.layout, _is_signed=None
-        )
+        return with_registers(tile, registers)
 
     return emit(s, jnp.asarray(when, jnp.int32))
 
