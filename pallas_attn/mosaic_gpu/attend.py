@@ -121,6 +121,8 @@ def compute_tile(kernel: Kernel, work: schedule.Work, slot, finish):
     """
     plan, smem, call = kernel.plan, kernel.smem, kernel.call
     ring.wait_full(smem.q, kernel.wg)
+    if plan.hold_turns:
+        work = work.holding("count", "turn_first", "turn_last")
     slot = _skip(kernel, work.before, slot)
     _release_q(kernel, work.count == 0)
     v_dim = common.padded(call.spec.v_dim)
@@ -140,6 +142,8 @@ def compute_tile(kernel: Kernel, work: schedule.Work, slot, finish):
     else:
         acc, row_max, row_sum, slot = run()
     slot = _skip(kernel, work.after, slot)
+    if plan.lane_sums:
+        row_sum = common.sum_of_lanes(row_sum, call)
     finish(kernel, work, acc, row_max, row_sum)
     return slot
 
@@ -189,10 +193,13 @@ def _softmax(kernel: Kernel, work, n, s, row_max, row_sum):
             work.mask_batch, work.mask_head, work.q_start, work.at(n) * kernel.block_kv
         )
         x = masking.mask_tile(x, kernel.inputs.extra.detail, place, work.partial(n), call=call)
-    weights = tile_math.weights
-    if not kernel.plan.overlap:
+    weights, plan = tile_math.weights, kernel.plan
+    if plan.lane_sums or not plan.overlap:
         # With overlap p has to stay float32 until p·v of the block before has read its own p.
-        weights = functools.partial(common.weights, dtype=kernel.inputs.v.dtype, call=call)
+        dtype = jnp.float32 if plan.overlap else kernel.inputs.v.dtype
+        weights = functools.partial(
+            common.weights, dtype=dtype, call=call, lane_sums=plan.lane_sums
+        )
     return tile_math.lazy_softmax(row_max, row_sum, x, factor, weights)
 
 

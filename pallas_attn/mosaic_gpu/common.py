@@ -177,7 +177,7 @@ def rescale(acc, correction, call: Call):
     return emit(acc, correction)
 
 
-def weights(x, factor: float, shift, *, dtype, call: Call):
+def weights(x, factor: float, shift, *, dtype, call: Call, lane_sums: bool = False):
     """`tile_math.weights` with p as `dtype`, made pair by pair.
 
     A whole tile of p in float32, waiting to be summed and converted, would take registers that
@@ -186,8 +186,10 @@ def weights(x, factor: float, shift, *, dtype, call: Call):
     Args:
         x: [64, n] float32.
         factor, shift: as there.
-        dtype: of p, bfloat16 or float16.
+        dtype: of p.
         call: static facts.
+        lane_sums: leaves each of the four lanes that share a row with the sum of its own numbers;
+            `sum_of_lanes` adds them up.
     """
     if call.interpret:
         p, total = tile_math.weights(x, factor, shift)
@@ -198,7 +200,7 @@ def weights(x, factor: float, shift, *, dtype, call: Call):
     @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=(p_type, sum_type))
     def emit(_, x, shift):
         f32 = ir.F32Type.get()
-        narrow = ir.BF16Type.get() if jnp.dtype(dtype) == jnp.bfloat16 else ir.F16Type.get()
+        narrow = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}.get(jnp.dtype(dtype).name)
         scale = arith.constant(f32, ir.FloatAttr.get(f32, factor))
         shifts = [arith.negf(element(r, 0)) for r in shift.registers.flat]
         sums: list[list[Any]] = [[], []]
@@ -211,14 +213,36 @@ def weights(x, factor: float, shift, *, dtype, call: Call):
             old = sums[i % 2]
             sums[i % 2] = [arith.addf(*ab) for ab in zip(old, pair, strict=True)] if old else pair
             both = vector.from_elements(ir.VectorType.get((2,), f32), pair)
-            pairs.append(arith.truncf(ir.VectorType.get((2,), narrow), both))
-        totals = [_sum_of_quad(arith.addf(*pair)) for pair in sums]
-        like: Any = next(iter(shift.registers.flat)).type
-        if isinstance(like, ir.VectorType):
-            totals = [vector.broadcast(like, total) for total in totals]
-        return with_registers(x, pairs), with_registers(shift, totals)
+            if narrow is not None:
+                both = arith.truncf(ir.VectorType.get((2,), narrow.get()), both)
+            pairs.append(both)
+        totals = [arith.addf(*pair) for pair in sums]
+        if not lane_sums:
+            totals = [_sum_of_quad(total) for total in totals]
+        return with_registers(x, pairs), _row_of(totals, shift)
 
     return emit(x, shift)
+
+
+def _row_of(numbers, like):
+    """A row vector of float32 numbers, one for each of a thread's rows, laid out like another."""
+    kind: Any = next(iter(like.registers.flat)).type
+    if isinstance(kind, ir.VectorType):
+        numbers = [vector.broadcast(kind, number) for number in numbers]
+    return with_registers(like, numbers)
+
+
+def sum_of_lanes(row_sum, call: Call):
+    """Row sums, from those that each of the four lanes of a row made for itself."""
+    if call.interpret:
+        return row_sum
+    out = plgpu.ShapeDtypeStruct(row_sum.shape, jnp.dtype(jnp.float32), layout=ROW)
+
+    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=out)
+    def emit(_, row_sum):
+        return _row_of([_sum_of_quad(element(r, 0)) for r in row_sum.registers.flat], row_sum)
+
+    return emit(row_sum)
 
 
 def exp2_of(x, factor: float, shift, *, call: Call):

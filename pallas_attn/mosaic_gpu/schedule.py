@@ -37,6 +37,8 @@ class Team:
         interpret: whether the interpreter runs it, which knows no named barriers.
         q_chunks: pieces of `common.CHUNK` channels that lie apart in q's slots; 0 for whole rows.
         ends: whether keys from `Work.dirty` on are padding; otherwise `Detail.kv_dirty` says it.
+        lane_sums: whether the lanes that share a row add up their sums after the last block only.
+        hold_turns: whether a consumer keeps in registers at which blocks it takes turns.
     """
 
     num_wgs: int
@@ -47,6 +49,8 @@ class Team:
     interpret: bool
     q_chunks: int
     ends: bool
+    lane_sums: bool
+    hold_turns: bool
 
 
 def team(wgs: int, spec: Spec, *, stage_out: bool, interpret: bool, ragged: bool = False) -> dict:
@@ -68,6 +72,9 @@ def team(wgs: int, spec: Spec, *, stage_out: bool, interpret: bool, ragged: bool
         "interpret": interpret,
         "q_chunks": common.padded(spec.head_dim) // common.CHUNK if ragged else 0,
         "ends": ragged,
+        # What is done once a block takes twice as much where blocks have 64 keys, not 128.
+        "lane_sums": wide > 128,
+        "hold_turns": wide > 128 and wgs == 3,
     }
 
 
@@ -169,7 +176,7 @@ FIELDS = (
 
 
 class Work:
-    """A consumer's share of a tile, read from shared memory wherever it is asked for.
+    """A consumer's share of a tile, read from shared memory wherever it is asked for, or held.
 
     count: blocks to work on; before, after: blocks of the tile to skip; first, full_first,
     full_last: of a run, blocks of keys (of a list, full_last counts the fully visible ones);
@@ -179,11 +186,19 @@ class Work:
     In serving, `exists` says how many rows there are, and `dirty` where the sequence's keys end.
     """
 
-    def __init__(self, fields, index, visits: Visits):
+    def __init__(self, fields, index, visits: Visits, held=None):
         self._fields, self._index, self._visits = fields, index, visits
+        self._held = held or {}
 
     def __getattr__(self, name):
+        if name in self._held:
+            return self._held[name]
         return self._fields[(*self._index, FIELDS.index(name))]
+
+    def holding(self, *names):
+        """The same, with some of it read now and kept in registers."""
+        held = {name: getattr(self, name) for name in names}
+        return Work(self._fields, self._index, self._visits, held)
 
     def at(self, n):
         """The n-th block."""
