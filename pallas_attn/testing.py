@@ -330,11 +330,10 @@ def with_gradients(attend):
 
 
 def compiled(fn, *args):
-    """`fn` compiled for such arguments, soon: what optimising it costs is more than it saves."""
+    """`fn` compiled for such arguments; not optimised, which costs up to minutes and saves less."""
     if jax.default_backend() == "cpu":
         options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     else:
-        # Searching for the fastest of XLA's own products can take minutes.
         options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
     return jax.jit(fn).lower(*args).compile(compiler_options=options)
 
