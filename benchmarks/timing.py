@@ -9,6 +9,7 @@ Where a call takes the device no longer than the host, several calls are one pro
 XLA runs without the host. It adds about 2 us a call, for the loop's counter.
 """
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -258,8 +259,9 @@ def measure(calls: dict[Any, Timed], repeats: int, seconds: float):
 
     Args:
         calls: What to time, by name.
-        repeats: Rounds; each starts with another function. A function whose single call takes
-            longer than four rounds has part in the first one alone.
+        repeats: Rounds, each in another order: a function that follows one which heats the card
+            runs slower by up to a tenth. A function whose single call takes longer than four rounds
+            has part in the first one alone.
         seconds: About how long one function runs in one round.
 
     Returns:
@@ -282,9 +284,9 @@ def measure(calls: dict[Any, Timed], repeats: int, seconds: float):
         counts[name] = int(np.clip(seconds / max(one, 1e-6), 1, 200))
         rounds[name] = repeats if one <= max(4 * seconds, SHORT_S) else 1
         results[name], host[name] = [], []
+    shuffle = random.Random().sample
     for turn in range(repeats):
-        first = turn % max(1, len(calls))
-        for name in [*calls][first:] + [*calls][:first]:
+        for name in shuffle([*calls], len(calls)):
             if name in failed or turn >= rounds[name]:
                 continue
             timed = calls[name]

@@ -57,7 +57,11 @@ class CompileError(RuntimeError):
 
 
 def report(
-    fn: Callable, *avals, target: str = "h200", ptxas: str | Sequence[str] | None = None
+    fn: Callable,
+    *avals,
+    target: str = "h200",
+    ptxas: str | Sequence[str] | None = None,
+    named: str = "",
 ) -> list[KernelReport]:
     """Compiles `fn(*avals)` for a GPU that need not be here.
 
@@ -67,23 +71,28 @@ def report(
         target: a key of `pallas_attn.gpu.KNOWN`.
         ptxas: the version to compile with, such as "12.9", or a path; default the first found. Of
             several the oldest compiles, and each assembles the PTX.
+        named: what the names of the kernels to report contain; default all. To read one takes 0.3 s
+            for each ptxas, and a call may bring tens of XLA's own.
 
     Returns:
-        A report for each kernel, Pallas' and XLA's, in the order of launch where XLA tells it; all
-        of them for each ptxas in turn.
+        A report for each such kernel, Pallas' and XLA's, in the order of launch where XLA tells it;
+        all of them for each ptxas in turn.
 
     Raises:
         MissingToolsError: when the compile-only CUDA wheels, or that ptxas, are not installed.
         CompileError: when the compiler refuses the function; tracing errors come as they are.
     """
-    result = report_many([(fn, *avals)], target=target, ptxas=ptxas)[0]
+    result = report_many([(fn, *avals)], target=target, ptxas=ptxas, named=named)[0]
     if isinstance(result, CompileError):
         raise result.__cause__ or result
     return result
 
 
 def report_many(
-    calls: Sequence[tuple], target: str = "h200", ptxas: str | Sequence[str] | None = None
+    calls: Sequence[tuple],
+    target: str = "h200",
+    ptxas: str | Sequence[str] | None = None,
+    named: str = "",
 ) -> list[list[KernelReport] | CompileError]:
     """Compiles several calls in one child process, as `report` does one; made for tile sweeps.
 
@@ -91,6 +100,7 @@ def report_many(
         calls: (fn, *avals) tuples.
         target: a key of `pallas_attn.gpu.KNOWN`.
         ptxas: as for `report`.
+        named: as for `report`.
 
     Returns:
         For each call its reports, or the error that stopped it: a failed call is a result too.
@@ -117,7 +127,8 @@ def report_many(
             if isinstance(module, CompileError):
                 return module
             for tool in tools:
-                found = _collect(root / str(i), module, gpu, (tool, nvdisasm, tool == oldest))
+                read = tool, nvdisasm, tool == oldest
+                found = _collect(root / str(i), module, gpu, read, named)
                 if isinstance(found, CompileError):
                     return found
                 reports += found
@@ -151,9 +162,13 @@ def _try_lower(call: tuple, target: str) -> str | CompileError:
 
 
 def _collect(
-    folder: pathlib.Path, module: str, gpu: gpus.Gpu, tools: tuple[_sass.Tool, _sass.Tool, bool]
+    folder: pathlib.Path,
+    module: str,
+    gpu: gpus.Gpu,
+    tools: tuple[_sass.Tool, _sass.Tool, bool],
+    named: str,
 ) -> list[KernelReport] | CompileError:
-    """Reads what the compiler left of one job.
+    """Reads what the compiler left of one job, as far as kernels have such a name.
 
     `tools` are ptxas, nvdisasm, and whether it is this ptxas that XLA ran.
     """
@@ -177,6 +192,8 @@ def _collect(
     files = sorted(folder.glob("*.ptx"))
     reports = []
     for ptx in files:
+        if not any(named in entry.name for entry in _sass.parse_ptx(ptx.read_text())):
+            continue
         compiled = _sass.assemble(ptx, arch, ptxas, nvdisasm)
         if compiled.error:
             return CompileError(f"{ptxas}: {compiled.error}")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -177,6 +178,13 @@ def test_runtime_dependencies_are_few():
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_parts_of_jax_come_through_jax():
+    """Named by itself, jaxlib or a plugin may be of a release that JAX itself is not of yet."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = sum(project["optional-dependencies"].values(), project["dependencies"])
+    assert not [one for one in asked if re.match(r"jaxlib|jax-(cuda|rocm)", one)]
 
 
 def test_public_names_are_described():

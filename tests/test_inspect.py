@@ -350,3 +350,11 @@ def test_command_line_builds_the_attention_call(sass_tools, capsys):
     kernels = json.loads(capsys.readouterr().out)
     assert {kernel["backend"] for kernel in kernels} == {"triton"}
     assert len(kernels) >= 3
+
+
+@pytest.mark.sass
+def test_only_kernels_of_a_name_are_read(sass_tools):
+    call, x, y = _matmul("good", 64, num_warps=4), *_pair(64)
+    named = inspect.report(lambda x, y: jnp.sin(call(x, y)).sum(), x, y, named="goo")
+    assert [kernel.name for kernel in named] == ["good"]
+    assert inspect.report(lambda x, y: jnp.sin(x), x, y, named="goo") == []

@@ -94,7 +94,7 @@ def compiled(target, dims):
                 continue
             call = functools.partial(gradients, mask_of, {})
             calls[name, head_dim, v_dim] = (call, *operands(head_dim, jnp.bfloat16, v_dim), *arrays)
-    reports = inspect.report_many(list(calls.values()), target=target)
+    reports = inspect.report_many(list(calls.values()), target=target, named="pallas_attn")
     found = {}
     for key, result in zip(calls, reports, strict=True):
         if isinstance(result, inspect.CompileError):

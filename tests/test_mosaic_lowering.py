@@ -115,7 +115,9 @@ def kernels(request, versions):
         first = candidates(dims, "documents")[0]
         calls["ungrouped"] = gradient_call(dims, "documents", first, kv_heads=Q_HEADS)
     found = []
-    results = inspect.report_many(list(calls.values()), target="h200", ptxas=versions)
+    results = inspect.report_many(
+        list(calls.values()), target="h200", ptxas=versions, named="pallas_attn"
+    )
     for key, result in zip(calls, results, strict=True):
         if isinstance(result, inspect.CompileError):
             raise AssertionError(f"{key}: {result}")
