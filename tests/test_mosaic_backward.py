@@ -161,14 +161,17 @@ def test_tiles_take_turns_in_the_order_in_which_they_add(name):
     visits = backends.build_table("mosaic_gpu", mask_named(name), tiles, SPEC).dkv
     order = jax.tree.map(np.asarray, backward_turns.order_of(visits, 11))
     seen = visits.kinds(11) > 0
-    want = np.cumsum(seen, -2) - seen
+    (taken,) = np.asarray(backward_turns.tile_order(seen.shape[-2]))
+    assert sorted(taken) == [*range(seen.shape[-2])]
+    want = np.zeros(seen.shape, int)
+    want[..., taken, :] = np.cumsum(seen[..., taken, :], -2) - seen[..., taken, :]
     tile = np.arange(seen.shape[-2])
-    if order.first is not None:
-        got = tile[:, None] - order.first[..., None, :]
+    if order.last is not None:
+        got = order.last[..., None, :] - tile[:, None]
     else:
-        bits, before = (x.astype(np.uint32) for x in np.moveaxis(order.turns, -1, 0))
-        earlier = (bits[..., tile // 32] & ((1 << tile % 32) - 1)).astype(np.uint32)
-        got = np.swapaxes(before[..., tile // 32] + np.bitwise_count(earlier), -1, -2)
+        bits, later = (x.astype(np.uint32) for x in np.moveaxis(order.turns, -1, 0))
+        after = (bits[..., tile // 32] & (-2 << tile % 32)).astype(np.uint32)
+        got = np.swapaxes(later[..., tile // 32] + np.bitwise_count(after), -1, -2)
     np.testing.assert_array_equal(np.where(seen, got, 0), np.where(seen, want, 0))
 
 

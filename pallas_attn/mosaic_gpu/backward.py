@@ -89,7 +89,7 @@ def _tile_order(call: Call, plan: Plan, inputs: Inputs):
     """
     extra = inputs.extra
     if call.deterministic:
-        return None
+        return backward_turns.tile_order(plan.tiles)
     if extra.cost is None:
         return extra.rank if plan.streams // plan.together < FEW_SECTIONS else None
     rank = np.argsort(-np.asarray(extra.cost), kind="stable")

@@ -131,13 +131,13 @@ class Barriers(NamedTuple):
 class Order(NamedTuple):
     """Of the deterministic kernel: whose turn it is to add to dq.
 
-    first: int32 [batch | 1, q_heads | 1, q blocks], the first tile that adds to a block, where all
+    last: int32 [batch | 1, q_heads | 1, q blocks], the last tile that adds to a block, where all
     that do are neighbours; or None. turns: int32 [batch | 1, q_heads | 1, q blocks, tiles / 32, 2],
-    which of 32 tiles add to it, as bits, and how many before these; or None. done: int32 [batch,
+    which of 32 tiles add to it, as bits, and how many after these; or None. done: int32 [batch,
     q_heads, q blocks, 2], how many have; the halves of dq apart but where an adder adds.
     """
 
-    first: Any
+    last: Any
     turns: Any
     done: Any
 

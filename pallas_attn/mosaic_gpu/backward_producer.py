@@ -8,9 +8,8 @@
     warp 2    zeroes queries that are padding, where there are such
 
 Tiles take their blocks from the last to the first. Under causal masks those that run side by side
-begin at the same block then, and find it in the cache; and with `deterministic`, where tiles add to
-a block of dq in the order in which they are taken, so that none waits for one that has not begun,
-they come to a block one shortly after the other.
+begin at the same block then, and find it in the cache. With `deterministic` it is from the first to
+the last (`backward_turns`).
 
 Nothing waits for ever, from tile to tile of a thread block, because:
 
@@ -194,7 +193,7 @@ def _member_steps(kernel: Kernel, tile: Tile, member, take, done):
     first, full_first, full_last, last = (table[(*row, i)] for i in range(4))
 
     def one(i, done):
-        block = first + last - 1 - i
+        block = i if deterministic else first + last - 1 - i
         partial = (block < full_first) | (block >= full_last)
         if visits.form == "run":
             return taken(block, partial, done)
