@@ -28,9 +28,6 @@ from pallas_attn.mosaic_gpu import backward_tile as tiles
 from pallas_attn.mosaic_gpu.backward_parts import WGS, Kernel, fence
 from pallas_attn.mosaic_gpu.common import UNIT
 
-# Channels of v that stay in registers. All of 128 do not fit: 395 TFLOP/s for 600.
-HELD = 64
-
 
 def compute(kernel: Kernel, slot):
     """What a consumer warpgroup does of one tile; returns the slot of the next."""
@@ -44,7 +41,7 @@ def compute(kernel: Kernel, slot):
         _put_ds(kernel, 1, common.tile_of(0.0, kernel.block_q, call).astype(dtype))
         fence(call)
         plgpu.barrier_arrive(bars.ds)
-        held = _hold_values(kernel)
+        held = mma.hold(smem.v.at[kernel.wg], plan.held, call=call)
 
         def step(i, slot):
             _step(kernel, i, slot, dk_acc, dv_acc, held)
@@ -77,18 +74,10 @@ def compute(kernel: Kernel, slot):
     return following
 
 
-def _hold_values(kernel: Kernel):
-    """The first channels of v in registers; None with a cap, whose maths leaves no room."""
-    if kernel.call.spec.soft_cap is not None:
-        return None
-    values = kernel.smem.v.at[kernel.wg, :, pl.ds(0, HELD)]
-    return values[...] if kernel.call.interpret else plgpu.load(values, layout=common.TILE)
-
-
 def _step(kernel: Kernel, i, slot, dk_acc, dv_acc, held):
     """One block of queries: its share of dk and dv, and dq of the block before.
 
-    `held`: what `_hold_values` gave.
+    `held`: the first channels of v.
     """
     call, smem, bars = kernel.call, kernel.smem, kernel.bars
     shape = UNIT, kernel.block_q
@@ -119,13 +108,10 @@ def _probabilities(kernel: Kernel, i, slot, clean, held, s_acc, dp_acc):
     """pᵀ and dsᵀ of a block, [64 keys, block_q], in the operands' dtype."""
     call, smem, wg = kernel.call, kernel.smem, kernel.wg
     # The maths of a cap leave no registers for dp, which then is computed after them.
-    capped = held is None
+    capped = call.spec.soft_cap is not None
     mma.dot(s_acc, smem.k.at[wg], smem.q.at[slot], call=call, transpose_b=True)
     if not capped:
-        mma.dot(dp_acc, held, smem.dout.at[slot, :, pl.ds(0, HELD)], call=call, transpose_b=True)
-        if rest := kernel.plan.v_dim - HELD:
-            v, dout = (x.at[:, pl.ds(HELD, rest)] for x in (smem.v.at[wg], smem.dout.at[slot]))
-            mma.dot(dp_acc, v, dout, call=call, transpose_b=True)
+        mma.dot_held(dp_acc, held, smem.v.at[wg], smem.dout.at[slot], call=call)
     # Read here, it is not waited for after s.
     partial = tiles.partial_of(kernel, i)
     s = mma.load(s_acc, 0 if capped else 1, call=call)
@@ -134,8 +120,7 @@ def _probabilities(kernel: Kernel, i, slot, clean, held, s_acc, dp_acc):
     p = p.astype(smem.k.dtype)
     weight, p = lax.optimization_barrier((weight, p))
     if capped:
-        values = smem.v.at[common.fresh(wg, call)]
-        mma.dot(dp_acc, values, smem.dout.at[slot], call=call, transpose_b=True)
+        mma.dot_held(dp_acc, held, smem.v.at[common.fresh(wg, call)], smem.dout.at[slot], call=call)
     # ds of the step before is whole, and nobody reads the one before that. Waiting here keeps the
     # compiler from moving the exponentials behind the wait for dp.
     plgpu.barrier_wait(kernel.bars.ds)

@@ -62,6 +62,7 @@ class Plan:
         by_rows: whether a warpgroup's half of dq is rows of it, and not columns.
         width: channels of a block of swizzled shared memory.
         registers: a thread's, of consumers, producer and adder.
+        held: channels of v, when wide of k and of v, that stay in registers as left operands.
     """
 
     dim: int
@@ -78,6 +79,7 @@ class Plan:
     by_rows: bool
     width: int
     registers: tuple[int, int, int]
+    held: int
 
 
 class Smem(NamedTuple):
@@ -265,6 +267,17 @@ def _unstaged_bytes(tiles: KernelTiles, spec: Spec) -> int:
     return 2 * (rows * both + ds + p) + dq + words + 256
 
 
+def _held(tiles: KernelTiles, spec: Spec) -> int:
+    """`Plan.held`: what fits the registers; none fits beside the maths of a cap."""
+    if spec.soft_cap is not None:
+        return 0
+    if tiles.block_kv > UNIT:
+        return UNIT  # With 128 of 128: 395 TFLOP/s for 600.
+    # 64 rows of half of dk and dv, float32, and of what is held, 16 bits, stand side by side.
+    room = 8 * UNIT - sum(channels(tiles, spec)) if has_adder(tiles, spec) else 0
+    return max(0, min(room, channels(tiles, spec)[0]))
+
+
 def plan_of(call: Call, inputs: Inputs) -> Plan:
     """The schedule that follows from a call's shapes and tiles."""
     spec, tiles = call.spec, call.tiles.dkv
@@ -293,6 +306,7 @@ def plan_of(call: Call, inputs: Inputs) -> Plan:
         by_rows=tiles.block_q == WGS * UNIT,
         width=64 if not wide or dim % (2 * UNIT) == 0 else 32,
         registers=(208, 24, 72) if has_adder(tiles, spec) else (240, 24, 0),
+        held=_held(tiles, spec),
     )
 
 

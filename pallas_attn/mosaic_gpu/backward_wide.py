@@ -18,7 +18,8 @@ warpgroup, the adder, all of dq is its work:
 which takes that product and the additions out of the chain from s to the next step's s, and gives
 q of the step before back at the exponentials already. p needs no place of its own, which is what
 dq is staged in: both warpgroups keep p for dv in registers, of which they have the more since the
-adder gets by with few, 64 channels at a time.
+adder gets by with few, 64 channels at a time. What is left of them at 192 channels holds k (in
+warpgroup 1: v), a seventh of what is read and written in shared memory, which bounds this kernel.
 """
 
 import functools
@@ -44,9 +45,10 @@ def compute(kernel: Kernel, slot):
         count = kernel.steps
         tiles.clear_keys(kernel, 0)
         pl.when(kernel.wg == (0 if plan.adder else 1))(lambda: _no_ds(kernel))
+        held = mma.hold(smem.k.at[kernel.wg], plan.held, call=call)
 
         def step(i, slot):
-            _step(kernel, i, slot, dk_acc, dv_acc)
+            _step(kernel, i, slot, dk_acc, dv_acc, held)
             return ring.next_slot(slot, kernel.stages)
 
         following = lax.fori_loop(jnp.int32(0), count, step, slot)
@@ -119,7 +121,7 @@ def _before(kernel: Kernel, slot):
     return jnp.where(slot == 0, jnp.int32(kernel.stages), slot) - 1
 
 
-def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
+def _step(kernel: Kernel, i, slot, dk_acc, dv_acc, held):
     """One block of queries: its share of dv; dk and dq of the block before."""
     call, smem, bars = kernel.call, kernel.smem, kernel.bars
     v_half = kernel.plan.v_dim // WGS
@@ -131,7 +133,7 @@ def _step(kernel: Kernel, i, slot, dk_acc, dv_acc):
 
     def scores(acc):
         rows, columns = smem.k.at[early.wg], smem.q.at[early.wg, slot]
-        mma.dot(acc, rows, columns, call=call, transpose_b=True)
+        mma.dot_held(acc, held, rows, columns, call=call)
         # ds of the step before is whole.
         plgpu.barrier_wait(_ds_written(kernel, i + 1))
         _add_dk(early, i, q_slot, dk_acc)

@@ -10,6 +10,7 @@ race detector (`_mosaic_interpret.py`) knows them, and treats them as the card w
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import _compat
@@ -72,6 +73,29 @@ def dot(
     product = lax.dot_general(left, right, (contract, ((), ())), precision=lax.Precision.HIGHEST)
     with _compat.interpreter_event("wgmma_sum"):
         acc[...] = acc[...] + product
+
+
+def hold(ref, columns: int, *, call: Call):
+    """The first columns of a left operand in shared memory, in registers; None if these are 0."""
+    if columns == 0:
+        return None
+    part = ref.at[:, pl.ds(0, columns)]
+    return part[...] if call.interpret else plgpu.load(part, layout=plgpu.Layout.WGMMA)
+
+
+def dot_held(acc, held, a, b, *, call: Call) -> None:
+    """Starts acc [m, n] += a bᵀ, with a [m, k] and b [n, k] in shared memory.
+
+    `held`: what `hold` gave of a, which then is not read again.
+    """
+    if held is None:
+        dot(acc, a, b, call=call, transpose_b=True)
+        return
+    n = held.shape[1]
+    dot(acc, held, b.at[:, pl.ds(0, n)], call=call, transpose_b=True)
+    if rest := a.shape[1] - n:
+        parts = (x.at[:, pl.ds(n, rest)] for x in (a, b))
+        dot(acc, *parts, call=call, transpose_b=True)
 
 
 def wait(acc, pending: int, *, call: Call) -> None:
