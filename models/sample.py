@@ -37,7 +37,7 @@ def load(folder: str, dtype: str | None = None) -> tuple[nnx.GraphDef, nnx.State
     run = Run(folder)
     config = run.config()
     graphdef, params = abstract_model(config.model, dtype or config.dtype)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.make_single_device_sharding(jax.devices()[0])
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), params)
     state = run.restore({"params": params})
     run.close()

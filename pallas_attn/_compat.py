@@ -1,10 +1,22 @@
 """The one place that knows how JAX releases differ and that may touch its private modules."""
 
 import contextlib
+import dataclasses
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
+
+
+def _read_only() -> plgpu.RefType:
+    # Since 0.12.1 a reference given to `inline_mgpu` counts as written unless it says otherwise,
+    # and a kernel may not write to an operand that is an array.
+    says = any(field.name == "write" for field in dataclasses.fields(plgpu.RefType))
+    return plgpu.RefType(write=False) if says else plgpu.RefType()
+
+
+# The type of a reference from which `inline_mgpu` only reads.
+READ_ONLY = _read_only()
 
 
 def varying_axes(*arrays) -> frozenset[str]:

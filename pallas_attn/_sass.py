@@ -270,9 +270,12 @@ def ignored_setmaxnreg(entry: PtxEntry, code: str) -> tuple[str, ...]:
     )
 
 
-_THUNK = re.compile(
+_THUNKS = (
+    # JAX 0.12.1
+    r"\bkernel=(?P<name>[^,\s]+),.* blocks: \{(?P<grid>[\d, ]+)\}.*\bshmem_bytes=(?P<smem>\d+)",
+    # before
     r"\] (?P<name>\S+) grid: \[(?P<grid>[\d, ]+)\] threads: \[[\d, ]+\]\s+"
-    r"shared_memory: (?P<smem>\d+)"
+    r"shared_memory: (?P<smem>\d+)",
 )
 
 
@@ -280,7 +283,8 @@ def parse_thunks(text: str) -> dict[str, tuple[tuple[int, ...], int]]:
     """Reads XLA's list of launches: by kernel name, its grid and dynamic shared memory in bytes."""
     return {
         found["name"]: (tuple(int(x) for x in found["grid"].split(",")), int(found["smem"]))
-        for found in _THUNK.finditer(text)
+        for form in _THUNKS
+        for found in re.finditer(form, text)
     }
 
 

@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_attn as pa
 from pallas_attn import _compile_only, _sass, backends
@@ -144,7 +144,7 @@ def lower(fn: Callable, *avals, target: str = "h200") -> str:
         device = AbstractDevice(device_kind=gpu.name, num_cores=gpu.sms, platform="gpu")
         mesh = AbstractMesh((1,), ("inspect",), abstract_device=device)
         # Custom partitioning lowers only where some device is assigned; which one leaves no mark.
-        place = SingleDeviceSharding(jax.devices()[0])
+        place = jax.sharding.make_single_device_sharding(jax.devices()[0])
         with jax.sharding.use_abstract_mesh(mesh):
             # A function of its own, so that no trace made for another device is found again.
             jitted = jax.jit(lambda *args: fn(*args), in_shardings=place, out_shardings=place)

@@ -101,8 +101,17 @@ def test_sass_is_counted_per_kernel_without_predicates():
     assert sum(counts["second"].values()) == 4
 
 
+THUNKS_0_12_1 = """\
+000: kCopy  src=a.1 dst=b.2
+001: kCustomKernel [source | sink] kernel=first, profile_annotation=custom-call.1, launch \
+dimensions=blocks: {8, 2, 4}, threads/block: {256, 1, 1}, cluster_dim=nullopt, \
+shmem_bytes=163840, use_pdl=true
+"""
+
+
 def test_launch_lists():
-    assert _sass.parse_thunks(THUNKS) == {"first": ((8, 2, 4), 163840)}
+    expected = {"first": ((8, 2, 4), 163840)}
+    assert _sass.parse_thunks(THUNKS) == _sass.parse_thunks(THUNKS_0_12_1) == expected
     assert _sass.parse_xla_log("] Using /opt/cuda/bin/ptxas with version 13.0.88\n") == "13.0.88"
     assert _sass.parse_xla_log("") == ""
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn import _compat
 from pallas_attn.call import Call
 from pallas_attn.mosaic_gpu.common import CHUNK, TILE, with_registers
 from pallas_attn.mosaic_gpu.detail import Detail
@@ -81,7 +82,7 @@ def mask_tile(s, detail: Detail, place: Place, partial, *, call: Call, compare=N
     for x in fields:
         if x is not None:
             scalars += [x.index] if isinstance(x.plus, int) else [x.index, x.plus]
-    refs_type = (plgpu.RefType(),) * (len(refs) + len(words))
+    refs_type = (_compat.READ_ONLY,) * (len(refs) + len(words))
     scalar_types = (SCALAR,) * len(scalars)
 
     @plgpu.inline_mgpu(arg_types=(TILE, scalar_types, refs_type), return_type=out)
@@ -333,7 +334,7 @@ def clear_rows(
     if call.interpret:
         return
 
-    @plgpu.inline_mgpu(arg_types=(_tile_type(width), plgpu.RefType(), (SCALAR,) * 3))
+    @plgpu.inline_mgpu(arg_types=(_tile_type(width), _compat.READ_ONLY, (SCALAR,) * 3))
     def emit(_, tile, dirty, scalars):
         machine = Emitter()
         condition, *scalars = (x.registers.flat[0] for x in scalars)
