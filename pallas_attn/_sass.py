@@ -272,7 +272,7 @@ def ignored_setmaxnreg(entry: PtxEntry, code: str) -> tuple[str, ...]:
 
 _THUNKS = (
     # JAX 0.12.1
-    r"\bkernel=(?P<name>[^,\s]+),.* blocks: \{(?P<grid>[\d, ]+)\}.*\bshmem_bytes=(?P<smem>\d+)",
+    r"\bkernel=(?P<name>[^,\s]+),.*=blocks: \{(?P<grid>[\d, ]+)\}.*\bshmem_bytes=(?P<smem>\d+)",
     # before
     r"\] (?P<name>\S+) grid: \[(?P<grid>[\d, ]+)\] threads: \[[\d, ]+\]\s+"
     r"shared_memory: (?P<smem>\d+)",

@@ -18,7 +18,7 @@ BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 1024, 4, 2  # index arithmetic costs regis
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 PTXAS = ("13.0", "12.9")  # what jax[cuda13] and jax[cuda12] bring
 FEW = 48  # bytes a thread may store and load again outside the loop over blocks
-FEW_BACKWARD = {(64, 64): 112, (256, 256): 64}  # where the backward's are more
+FEW_BACKWARD = {(64, 64): 112, (128, 128): 72, (256, 256): 64}  # where the backward's are more
 
 IDS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 PAIRS = jax.ShapeDtypeStruct((1, Q_HEADS, LENGTH, LENGTH), jnp.bool_)
