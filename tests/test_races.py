@@ -330,7 +330,7 @@ def hang():
 
 @pytest.fixture(scope="module")
 def clean_runs():
-    return run_limited("clean", 200)
+    return run_limited("clean", 400)
 
 
 @pytest.fixture(scope="module")
